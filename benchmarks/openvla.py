@@ -22,7 +22,7 @@ from embodied.bench.flops import Costs
 from embodied.bench.machine import measure_machine, median, seconds_of
 from embodied.bench.models import LOOP, OneAtATime, build, describe, make_inputs, peer_calls, rows_of
 from embodied.bench.settings import BenchPolicy, show_and_write
-from policies.openvla.base import TokenPolicy
+from policies.openvla.policy import TokenPolicy
 from policies.random_weights import INSTRUCTION
 
 CPU = torch.device("cpu")

@@ -83,7 +83,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The same decisions under the present weights, with gradients."""
+    """Scores of decisions under the present weights, with gradients."""
 
     log_prob: Tensor
     """[B, C, A] float32."""
@@ -132,6 +132,9 @@ class Policy(nn.Module):
     noise_dim: int
     """Z: how many standard normal numbers one decision consumes."""
     value_head: nn.Module
+    options_type: ClassVar[type[Any] | None] = None
+    """Frozen dataclass of the options, which the constructor then takes as one object after the spec. None: they are
+    its keyword arguments."""
     incidental: ClassVar[frozenset[str]] = frozenset()
     """Entries of the architecture, and `spec.NAME` of the spec, that no saved weight depends on: where things lie, how
     they are computed, and how actions are drawn from what was computed (with new weights, where that takes some)."""
@@ -191,7 +194,7 @@ class Policy(nn.Module):
 
     @property
     def normalised_by(self) -> str:
-        """Whose statistics give actions and observations their units, in words."""
+        """Source of the statistics that give actions and observations their units, in words."""
         return "observations by the rows learned from; actions are in the environment's units"
 
     @property

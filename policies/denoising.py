@@ -97,8 +97,8 @@ class Denoising(nn.Module):
     ode: Tensor
     """[3]: the same of an ODE step."""
     times: Tensor
-    """[N]: at which each step begins, from 1, the noise. Whoever scores reads the same numbers: an embedding of time
-    tells 1e-7 apart."""
+    """[N]: at which each step begins, from 1, the noise. Acting and scoring read the same numbers: an
+    embedding of time tells 1e-7 apart."""
     executed: Tensor | None
 
     def __init__(

@@ -382,7 +382,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """These of the file's tensors. Raises `PolicyError`."""
+    """The named tensors of the file. Raises `PolicyError`."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}

@@ -16,7 +16,7 @@ from typing import Any
 
 from policies.contract import PolicyError
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, layouts, read_json, read_tensors, shown
-from policies.openvla.statistics import STATISTICS, read_datasets
+from policies.openvla.normalisation import STATISTICS, read_datasets
 from policies.registry import KINDS, check, policy_class
 
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")

@@ -188,8 +188,10 @@ HARMLESS = (
 switches `fan_in_fan_out` off there, and some belong to others, which are refused. Any other that is set is refused too:
 `modules_to_save`, `use_dora`, `target_parameters`, `megatron_config` (with which PEFT imports a module that the file
 names), and what newer versions of PEFT will have."""
+SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Entries that an adapter's matrices are multiplied by."""
 INITIALISATIONS = (True, False, "gaussian")
-"""Those that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
+"""Initialisations that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
 BASE = "base_digest"
 """Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
 
@@ -271,7 +273,7 @@ class AdaptedPolicy(Policy):
         return switched_off(self.adaptable) if self.adapted else super().without_adapter()
 
     def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that are trained: a base is frozen."""
+        """Parameters that are trained: a base is frozen."""
         return (p for p in super().actor_parameters() if p.requires_grad)
 
 
@@ -458,6 +460,18 @@ def check_not_merged(model: AdaptedModel, folder: Path, config: dict[str, Any], 
             f"{folder} was merged into the weights of {model.base_folder} already: it would count twice. Leave "
             f"policy.options.adapter out, or set policy.options.checkpoint to the adapter's base; {WAY}"
         )
+
+
+def check_scaling(model: AdaptedModel, folder: Path) -> None:
+    """Raise `PolicyError` if the directory's adapter counts for more or less than the model's."""
+    found = read_json(folder / ADAPTER_CONFIG)
+    for name in SCALING:
+        # PEFT writes what is off as false or as an empty table, others not at all.
+        if (found.get(name) or None) != (model.adapter_config.get(name) or None):
+            raise PolicyError(
+                f"{folder} is another adapter: {name} is {shown(found.get(name))}, expected "
+                f"{shown(model.adapter_config.get(name))}"
+            )
 
 
 def check_whole(folder: Path, config: dict[str, Any], modules: Iterable[str], layers: Iterable[str]) -> None:

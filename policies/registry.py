@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def policy_class(kind: str) -> type[Policy]:
 def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy:
     """A new policy of `kind` on the CPU, its weights determined by the seed; global generators are untouched.
 
-    `architecture` are the keyword arguments of the kind's class. Raises `PolicyError` for one that is unknown
+    `architecture` are the options of the kind (`Policy.options_type`). Raises `PolicyError` for one that is unknown
     or of another type than its default, so that a configuration file cannot cause another error.
     """
     cls = _checked_class(kind, architecture)
@@ -63,7 +63,9 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     # every GPU's too) and put back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return cls(spec, **architecture)  # type: ignore[call-arg]
+        if cls.options_type is not None:
+            return cls(spec, cls.options_type(**architecture))
+        return cls(spec, **architecture)
 
 
 def check(kind: str, architecture: Mapping[str, Any]) -> None:
@@ -102,15 +104,11 @@ def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
 
 
 def arguments_of(cls: type[Policy]) -> dict[str, Any]:
-    """The keyword arguments of the class with their defaults; of its bases too, where it hands on what it is given."""
-    known: dict[str, Any] = {}
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-            known = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | known
-            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-                break
-    return known
+    """The options of the class with their defaults: `options_type`'s fields, else the constructor's keywords."""
+    if cls.options_type is not None:
+        return {field.name: field.default for field in fields(cls.options_type)}
+    parameters = inspect.signature(cls).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _fits(value: Any, default: Any) -> bool:

@@ -38,7 +38,7 @@ def resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:
 
 
 def pillow_resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:
-    """The same with Pillow itself, frame by frame on the CPU."""
+    """`resize` with Pillow itself, frame by frame on the CPU."""
     from PIL import Image
 
     resized = [

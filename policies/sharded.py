@@ -96,7 +96,7 @@ class _Meta(_Record):
 
 
 class _Passed(_Record):
-    """An entry that no reader asks for."""
+    """An entry that is never read."""
 
     def __new__(cls, *given: Any) -> _Passed:
         return super().__new__(cls)
@@ -614,7 +614,7 @@ def _check_names(
 
 
 def _tied(ranks: Sequence[Mapping[str, Part]], extra: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Those of the `extra` tensors that are second names of others, whose numbers they have. A constant is none."""
+    """Names of `extra` tensors that are second names of others, whose numbers they have. A constant is none."""
     found = set()
     for name in extra:
         tensor = ranks[0][name].local

@@ -15,10 +15,12 @@ from policies import Policy, PolicySpec
 from policies.files import CONFIG, SINGLE, read_json, write_json
 from policies.openvla import sizes as openvla_sizes
 from policies.openvla.model import build_empty
+from policies.openvla.normalisation import DEMONSTRATIONS
+from policies.openvla.options import TokenOptions
 from policies.openvla.policy import OpenVLA
-from policies.openvla.statistics import DEMONSTRATIONS
 from policies.pi0 import sizes as pi0_sizes
-from policies.pi0.files import save_network
+from policies.pi0.checkpoint import save_network
+from policies.pi0.options import Pi0Options
 from policies.pi0.policy import Pi0
 from policies.random_weights import RANDOM_WEIGHTS, draw
 
@@ -42,7 +44,7 @@ class Student:
 def openvla(model: str, world: World, folder: Path, seed: int) -> Student:
     openvla_sizes.write_random(folder, f"{model}-{world.size}", seed)
     spec = PolicySpec(ACTION_DIM, cameras=(world.camera,), image_size=world.image_size)
-    policy = OpenVLA(spec, checkpoint=str(folder), unnorm_key=DEMONSTRATIONS)
+    policy = OpenVLA(spec, TokenOptions(checkpoint=str(folder), unnorm_key=DEMONSTRATIONS))
     network = policy.model
 
     def save() -> None:
@@ -70,7 +72,7 @@ def pi0(model: str, world: World, folder: Path, seed: int) -> Student:
     spec = PolicySpec(
         ACTION_DIM, horizon, cameras=(world.camera,), image_size=world.image_size, proprio_dim=proprio_dim
     )
-    policy = Pi0(spec, checkpoint=str(folder), asset=DEMONSTRATIONS, train="all")
+    policy = Pi0(spec, Pi0Options(checkpoint=str(folder), asset=DEMONSTRATIONS, train="all"))
     network = policy.network
 
     def save() -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from policies.openvla.base import TokenPolicy
 from policies.openvla.config import TOWERS
 from policies.openvla.oft import OpenVLAOFT
+from policies.openvla.policy import TokenPolicy
 from policies.pi0.mixture import Attention
 from policies.pi0.policy import Pi0
 
@@ -308,7 +308,7 @@ class FlowCosts:
     def _critic_update(self) -> Work:
         """Its first layer's input has no gradient unless the critic trains the network."""
         first = next(part for part in self.policy.value_head.modules() if isinstance(part, nn.Linear))
-        spared = 0 if self.policy.critic_trains_network else 2 * first.weight.numel()
+        spared = 0 if self.policy.options.critic_trains_network else 2 * first.weight.numel()
         return self.critic() * 3 + Work(-spared)
 
     def _prefix_backward(self) -> Work:

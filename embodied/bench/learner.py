@@ -39,7 +39,7 @@ from embodied.learning.update import Denominators, LossFunction, make_optimizer,
 from embodied.reporting.live import steps
 from embodied.trajectories.batch import TensorDecisions
 from policies.contract import Inputs, Policy
-from policies.openvla.base import TokenPolicy
+from policies.openvla.policy import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
 
 ROUNDS = 3

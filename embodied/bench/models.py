@@ -22,10 +22,10 @@ from embodied.devices import find_device, settle
 from embodied.errors import UserError
 from policies.contract import Inputs, Policy, PolicySpec
 from policies.openvla import sizes
-from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
 from policies.openvla.model import OpenVLAModel, Sequence
 from policies.openvla.oft import STOP, OpenVLAOFT
+from policies.openvla.policy import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
 from policies.pi0.config import read_sizes
 from policies.pi0.policy import Pi0

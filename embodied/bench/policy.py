@@ -34,9 +34,8 @@ from embodied.devices import device_of, release
 from embodied.errors import UserError
 from embodied.reporting.live import steps
 from policies.contract import Policy
-from policies.openvla.base import TokenPolicy
-from policies.openvla.policy import OpenVLA
-from policies.openvla.sampling import decode
+from policies.openvla.action_tokens import decode
+from policies.openvla.policy import OpenVLA, TokenPolicy
 
 ROUNDS, FIRST = 3, "first token"
 PEER_ROWS = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from datetime import date
 from html import escape
 from pathlib import Path
 from statistics import fmean
-from string import Template
 from typing import Annotated, Any
 
 import tyro
@@ -29,8 +27,8 @@ from embodied.files import write_json, write_whole
 from embodied.planning.clusters import planned_for, run_cluster
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
+from embodied.reporting import report
 from embodied.reporting.plan_picture import bars_of, bars_of_spans, draw_bars, draw_timelines
-from embodied.reporting.report import PAGE
 from embodied.reporting.tables import table
 from embodied.run.folder import with_init
 from embodied.statistics import typical
@@ -209,17 +207,18 @@ def write_comparison(
         for mode, (plan, _) in runs.items()
         if plan.why
     )
+    rows = [tuple(map(escape, _cells(row))) for row in result["modes"]]
+    findings = "<br>".join(escape(line) for line in _findings([result]))
     body = (
         f"<header><h1>Modes compared: {escape(str(result['workload']))}</h1>"
         f"<p class='facts'><span>{escape(result['hardware'])}, {result['date']}</span></p></header>"
-        f"<section>{_html_table(result)}<p>{'<br>'.join(escape(line) for line in _findings([result]))}</p></section>"
-        f"<section><h2>Predicted and measured</h2>{_image(out / 'compare.png')}</section>"
-        f"<section><h2>Timelines of one iteration</h2>{_image(out / 'timelines.png', 'scroll wide')}</section>"
-        + (f"<section><h2>Why</h2>{why}</section>" if why else "")
+        f"<section>{report.table(HEAD, rows)}<p>{findings}</p></section>"
+        + report.section("Predicted and measured", report.picture(out / "compare.png"))
+        + report.section("Timelines of one iteration", report.picture(out / "timelines.png", "scroll wide"))
+        + (report.section("Why", why) if why else "")
     )
-    template = Template(PAGE.read_text())
     page = out / "compare.html"
-    page.write_text(template.substitute(title=escape(f"compare {result['workload']}"), body=body))
+    report.write_page(page, f"compare {result['workload']}", body)
     return page
 
 
@@ -234,19 +233,6 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['env_steps_per_s']:.0f}",
         f"{row['placement']}; {_groups(row['groups'])}",
     )
-
-
-def _html_table(result: Mapping[str, Any]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in result["modes"])
-    return f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-
-
-def _image(path: Path, css: str = "") -> str:
-    """The picture on white, as it was drawn; `css` says how it fits a narrow page."""
-    data = base64.b64encode(path.read_bytes()).decode()
-    image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
-    return f'<figure class="card picture"><div class="{css}">{image}</div></figure>'
 
 
 def _groups(of_tasks: Sequence[int]) -> str:

@@ -6,8 +6,9 @@ import importlib
 from dataclasses import fields
 from typing import Any
 
-from embodied.demonstrations.sources import ImportRequest as Arguments
-from embodied.demonstrations.sources import recognised
+from embodied.demonstrations import importing
+from embodied.demonstrations.importing.formats import ImportRequest as Arguments
+from embodied.demonstrations.importing.formats import recognised
 from embodied.errors import UserError
 
 EVERY = ("source", "out", "json")
@@ -22,4 +23,4 @@ def run(args: Arguments) -> dict[str, Any]:
                 f"--{field.name.replace('_', '-')} is not for {args.source}, which is in the format {known.name}; what "
                 f"can be given is: {', '.join('--' + name.replace('_', '-') for name in known.options)}"
             )
-    return importlib.import_module(known.importer).import_source(args)
+    return importlib.import_module(f"{importing.__name__}.{known.importer}").import_source(args)

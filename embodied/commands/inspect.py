@@ -14,8 +14,8 @@ from rich.markup import escape
 from embodied.config.files import parse_config
 from embodied.config.schema import Config, EnvConfig
 from embodied.demonstrations import Dataset, layout
-from embodied.demonstrations.inspection import Environment, inspected, names_of, observed
-from embodied.demonstrations.inspection_report import contact_sheet, histograms, show_table, text
+from embodied.demonstrations.findings import Environment, names_of, observed
+from embodied.demonstrations.inspection import contact_sheet, histograms, inspected, show_table, text
 from embodied.demonstrations.mixture import Demonstrations, GripperMap, gripper_map, open_sources
 from embodied.files import write_whole
 from embodied.hub import dataset_folder

@@ -1,21 +1,17 @@
-"""The parquet files of a dataset: which row lies where, columns of all rows, and encoded pictures of a few.
+"""The parquet files of a dataset: which row lies where, columns of all rows, and the episodes that they make.
 
 The rows' own columns are the truth about their order: `episode_index` and `frame_index`, or `index` where there is no
-`frame_index`. Files may hold them in any order, in any number of row groups.
+`frame_index`. Files may hold them in any order, in any number of row groups. Episodes and tasks are the data's too;
+metadata is compared with them.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +24,6 @@ import pyarrow.parquet as pq
 from embodied.demonstrations import layout, metadata
 from embodied.demonstrations.layout import DatasetError, Feature
 from embodied.demonstrations.metadata import AGAIN, EpisodeEntry, Metadata
-from embodied.files import is_plain
 from embodied.reporting.live import steps
 from sim_farm.contract import EpisodeSpec
 
@@ -37,14 +32,8 @@ Index = npt.NDArray[np.int64]
 
 LONG_S = 2.0
 """Work that takes longer shows a progress bar."""
-KEPT_BYTES = 2**30
-"""Limit of the encoded pictures from parquet that a process holds in memory, in bytes, over all its datasets."""
-_PICTURES_AT_ONCE = 64
-"""Rows of encoded pictures in memory while a row group is read."""
-_BUFFER = 2**20
+BUFFER = 2**20
 """Bytes of a file that are read at once."""
-_BUFFER_OF_PICTURES = 2**26
-"""Bytes of memory that are taken at once; what is not filled is not used."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ class DataFiles:
             if each.file.rows
         ]
         self.files = tuple(each.file for each in opened)
-        self._ends = np.cumsum([file.rows for file in self.files], dtype=np.int64)
+        self.ends = np.cumsum([file.rows for file in self.files], dtype=np.int64)
         found = {name: self._joined(opened, name) for name in layout.BOOKKEEPING}
         episode = found["episode_index"]
         assert episode is not None
@@ -99,12 +88,12 @@ class DataFiles:
 
     def path_of(self, row: int) -> Path:
         """The file that holds a row."""
-        return self.files[int(np.searchsorted(self._ends, self.places[row], side="right"))].path
+        return self.files[int(np.searchsorted(self.ends, self.places[row], side="right"))].path
 
     def where(self, row: int) -> str:
         """The file that holds a row, and its number there, for messages."""
-        number = int(np.searchsorted(self._ends, self.places[row], side="right"))
-        begin = int(self._ends[number]) - self.files[number].rows
+        number = int(np.searchsorted(self.ends, self.places[row], side="right"))
+        begin = int(self.ends[number]) - self.files[number].rows
         return f"{self.files[number].path}, row {int(self.places[row]) - begin}"
 
     def columns(self, features: dict[str, Feature]) -> dict[str, npt.NDArray[Any]]:
@@ -112,7 +101,7 @@ class DataFiles:
 
         def read(file: DataFile) -> dict[str, npt.NDArray[Any]]:
             table = metadata.read_table(file.path, list(features))
-            _check_rows(file.path, table.num_rows, file.rows)
+            check_rows(file.path, table.num_rows, file.rows)
             return {name: self._converted(file.path, table[name], name, features[name]) for name in features}
 
         title = f"Reading {', '.join(features)}"
@@ -172,7 +161,7 @@ def _open(path: Path) -> _Opened:
         sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
         names = [name for name in layout.BOOKKEEPING if file.schema_arrow.names.count(name)]
         table = file.read(names)
-    _check_rows(path, table.num_rows if names else sum(sizes), sum(sizes))
+    check_rows(path, table.num_rows if names else sum(sizes), sum(sizes))
     columns: dict[str, npt.NDArray[Any]] = {
         name: metadata.whole_column(path, table, name) for name in names if name != "timestamp"
     }
@@ -181,7 +170,7 @@ def _open(path: Path) -> _Opened:
     return _Opened(DataFile(path, np.cumsum(sizes, dtype=np.int64)), columns)
 
 
-def _check_rows(path: Path, found: int, expected: int) -> None:
+def check_rows(path: Path, found: int, expected: int) -> None:
     if found != expected:
         raise DatasetError(f"{path} is not a whole parquet file ({found} of {expected} rows can be read); {AGAIN}")
 
@@ -192,169 +181,6 @@ def _timestamps(path: Path, table: pa.Table) -> npt.NDArray[np.float64]:
         return layout.to_numpy(table["timestamp"], Feature("float32", (1,))).astype(np.float64)
     except (ValueError, TypeError, pa.ArrowException, KeyError):
         return np.full(table.num_rows, np.nan)
-
-
-class Pictures:
-    """Encoded pictures of one feature. Threads may share it.
-
-    Parquet cannot read one row: a row group is unpacked as a whole. So each is unpacked once, when one of its
-    rows is first read, and kept: in memory up to `KEPT_BYTES`, beyond that in a temporary file without a name (in
-    TMPDIR), from which any picture is read alone.
-    """
-
-    _kept = 0
-    """Bytes of encoded pictures that the process's datasets hold in memory."""
-
-    def __init__(self, data: DataFiles, name: str) -> None:
-        self._data, self._name = data, name
-        self._source = np.full(len(data), -1, np.int64)
-        """[places] which of the buffers holds each picture; -1: it was not unpacked, or the row has none."""
-        self._begins, self._sizes = np.zeros(len(data), np.int64), np.zeros(len(data), np.int64)
-        self._buffers: list[mmap.mmap | None] = [None]
-        """Memory, but the first: that is the temporary file."""
-        self._filled = 0
-        """Bytes of the last buffer."""
-        self._done: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
-        self._file: Any = None
-        self._end = 0
-
-    def at(self, rows: Index) -> Iterator[bytes]:
-        """The encoded picture of each row. Raises `DatasetError` for one that has none."""
-        places = self._data.places[rows]
-        self._unpack(places)
-        parts = (self._source[places], self._begins[places], self._sizes[places])
-        for row, source, begin, size in zip(rows.tolist(), *(part.tolist() for part in parts), strict=True):
-            if source < 0:
-                raise DatasetError(f"{self._data.where(row)}: {self._name!r} has no picture; {AGAIN}")
-            held = self._buffers[source]
-            yield os.pread(self._file.fileno(), size, begin) if held is None else held[begin : begin + size]
-
-    def first(self) -> bytes | None:
-        """The first picture that lies in the files; None where there is none."""
-        for file in self._data.files:
-            for array in self._arrays(file.path, int((file.group_ends > 0).argmax()), 1):
-                encoded, _ = self._encoded(file.path, array.slice(0, 1))
-                return bytes(encoded) or None
-        return None
-
-    def _unpack(self, places: Index) -> None:
-        """Unpack all row groups that hold some of the places."""
-        numbers = np.searchsorted(self._data._ends, places, side="right")
-        for number in np.unique(numbers).tolist():
-            file = self._data.files[number]
-            begin = int(self._data._ends[number]) - file.rows
-            groups = np.searchsorted(file.group_ends, places[numbers == number] - begin, side="right")
-            for group in np.unique(groups).tolist():
-                if (number, group) not in self._done:
-                    with self._lock:
-                        if (number, group) not in self._done:
-                            first = begin + (int(file.group_ends[group - 1]) if group else 0)
-                            self._unpack_group(file.path, group, first, begin + int(file.group_ends[group]))
-                            self._done.add((number, group))
-
-    def _unpack_group(self, path: Path, group: int, first: int, end: int) -> None:
-        """Unpack a row group, which holds the places `first` to `end`."""
-        begin_of_group = first
-        for array in self._arrays(path, group, _PICTURES_AT_ONCE):
-            encoded, sizes = self._encoded(path, array)
-            _check_rows(path, min(first + len(sizes), end), first + len(sizes))
-            source, begin = self._keep(path, encoded)
-            rows = slice(first, first + len(sizes))
-            self._sizes[rows] = sizes
-            self._begins[rows] = begin + np.cumsum(sizes) - sizes
-            self._source[rows] = np.where(sizes > 0, source, -1)
-            first += len(sizes)
-        _check_rows(path, first - begin_of_group, end - begin_of_group)
-
-    def _keep(self, path: Path, encoded: memoryview) -> tuple[int, int]:
-        """Keep encoded pictures: the buffer, and where in it they begin."""
-        size = len(encoded)
-        if Pictures._kept + size <= KEPT_BYTES:
-            if len(self._buffers) == 1 or self._filled + size > len(self._buffers[-1] or b""):
-                # In large pages: the machine hands out memory in small ones more slowly than parquet is unpacked.
-                memory = mmap.mmap(-1, max(size, _BUFFER_OF_PICTURES))
-                with suppress(OSError):  # some kernels have none
-                    memory.madvise(mmap.MADV_HUGEPAGE)
-                self._buffers.append(memory)
-                self._filled = 0
-            last, begin = self._buffers[-1], self._filled
-            assert last is not None
-            last[begin : begin + size] = encoded
-            self._filled += size
-            Pictures._kept += size
-            weakref.finalize(self, Pictures._give_back, size)
-            return len(self._buffers) - 1, begin
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed when the dataset is dropped)
-            begin = self._end
-            while encoded:
-                written = os.pwrite(self._file.fileno(), encoded, self._end)
-                self._end, encoded = self._end + written, encoded[written:]
-        except OSError as error:
-            raise DatasetError(
-                f"the pictures of {path} cannot be unpacked into {tempfile.gettempdir()} ({error.strerror}): make room "
-                "there, or name another folder by the environment's TMPDIR"
-            ) from error
-        return 0, begin
-
-    @staticmethod
-    def _give_back(size: int) -> None:
-        Pictures._kept -= size
-
-    def _arrays(self, path: Path, group: int, rows: int) -> Iterator[pa.Array]:
-        """The column of a row group, so many rows at once."""
-        with metadata.parquet_errors(path), pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
-            for batch in file.iter_batches(rows, [group], [self._name], use_threads=False):
-                if batch.schema.names.count(self._name) != 1:
-                    raise DatasetError(f"{path} has not one column {self._name!r}, which {layout.INFO} names; {AGAIN}")
-                yield layout.plain(batch.column(batch.schema.names.index(self._name)))
-
-    def _encoded(self, path: Path, array: pa.Array) -> tuple[memoryview, npt.NDArray[np.int64]]:
-        """The pictures of some rows, one after the other, and the size of each in bytes (0: there is none)."""
-        if pa.types.is_struct(array.type):
-            parts = zip(array.type, array.flatten(), strict=True)
-            fields = {field.name: layout.plain(part) for field, part in parts}
-            held, paths = fields.get("bytes"), fields.get("path")
-        elif pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
-            held, paths = None, array
-        else:
-            held, paths = array, None
-        if held is not None and pa.types.is_null(held.type):
-            held = None
-        if held is not None and not (pa.types.is_binary(held.type) or pa.types.is_large_binary(held.type)):
-            raise DatasetError(
-                f"{path}: {self._name!r} is of {array.type}, and encoded pictures are needed (bytes, or a struct of "
-                f"bytes and path); {AGAIN}"
-            )
-        if held is not None and not held.null_count and len(held):
-            kind = np.int64 if pa.types.is_large_binary(held.type) else np.int32
-            offsets = np.frombuffer(held.buffers()[1], kind)[held.offset : held.offset + len(held) + 1].astype(np.int64)
-            data = memoryview(held.buffers()[2] or b"")[int(offsets[0]) : int(offsets[-1])]
-            return data, np.diff(offsets)
-        bytes_of, names = ([None] * len(array) if part is None else part.to_pylist() for part in (held, paths))
-        pictures = [
-            self._beside(path, name) if encoded is None else encoded
-            for encoded, name in zip(bytes_of, names, strict=True)
-        ]
-        return memoryview(b"".join(pictures)), np.array([len(picture) for picture in pictures], np.int64)
-
-    def _beside(self, path: Path, relative: Any) -> bytes:
-        """The picture in a file of its own, which the data name by its path below the dataset's folder."""
-        if not isinstance(relative, str) or not relative:
-            return b""
-        if Path(relative).is_absolute() or ".." in Path(relative).parts or not is_plain(relative):
-            raise DatasetError(
-                f"{path}: {self._name!r} names the picture {relative[:200]!a}, which leads out of the dataset's folder"
-            )
-        try:
-            return (self._data.folder / relative).read_bytes()
-        except OSError as error:
-            raise DatasetError(
-                f"{path}: {self._name!r} names the picture {relative[:200]!a}, which cannot be read "
-                f"({error.strerror}); {AGAIN}"
-            ) from error
 
 
 def shown_if_long(title: str, items: Iterable[T], total: int) -> Iterator[T]:
@@ -368,9 +194,6 @@ def shown_if_long(title: str, items: Iterable[T], total: int) -> Iterator[T]:
             elif time.monotonic() - began_s > LONG_S:
                 bar = stack.enter_context(steps(title, total))
                 bar.advance(done)
-
-
-# --- Episodes and tasks as the data have them, compared with what the metadata says of them.
 
 
 _INCOMPLETE = "a file is missing or of another recording; copy or record the dataset again"
@@ -533,9 +356,6 @@ def _tasks_of_rows(meta: Metadata, data: DataFiles, notes: list[str]) -> npt.NDA
         path = layout.OLD_TASKS if meta.is_old else layout.TASKS
         raise DatasetError(f"{data.where(row)}: task_index {tasks[row]} is none of {path}; {AGAIN}")
     return tasks
-
-
-# --- Reading ahead: threads compute the next results while the caller uses the last ones.
 
 
 Key = TypeVar("Key")

@@ -50,6 +50,8 @@ EPISODES_PATH = f"meta/episodes/{_FILE}.parquet"
 
 PROPRIO, STATE, ACTION = "observation.state", "observation.environment_state", "action"
 REWARD, SUCCESS, DONE = "next.reward", "next.success", "next.done"
+FEATURES = (PROPRIO, STATE, ACTION, REWARD, SUCCESS, DONE)
+"""Features of a recording by `embodied record`, beside cameras."""
 IMAGES = "observation.images."
 """Followed by the camera's name."""
 BOOKKEEPING = ("index", "episode_index", "frame_index", "task_index", "timestamp")

@@ -418,64 +418,6 @@ def read_task(path: Path, provenance: Mapping[str, Any]) -> TaskSpec:
         raise DatasetError(f"{path}: task: {_first(error)}") from None
 
 
-def read_statistics(path: Path, found: Mapping[str, Any]) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """Statistics per feature, as arrays of finite numbers. Raises `DatasetError`, which names every other value."""
-    result: dict[str, dict[str, npt.NDArray[Any]]] = {}
-    for name, values in found.items():
-        if not isinstance(values, dict):
-            raise DatasetError(f"{path}: the statistics of {shown(name)} are {shown(values)}; {AGAIN}")
-        result[name] = {key: _finite(path, f"{name}.{key}", value) for key, value in values.items()}
-    return result
-
-
-def read_old_statistics(path: Path) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """The statistics of version 2.1, which are per episode, combined for the dataset: least, largest,
-    mean and standard deviation of all rows. Raises `DatasetError`."""
-    parts: dict[str, list[dict[str, npt.NDArray[Any]]]] = {}
-    for row in read_lines(path):
-        stats = row.get("stats")
-        if not isinstance(stats, dict):
-            raise DatasetError(f"{path}: an episode has the statistics {shown(stats)}; {AGAIN}")
-        for name, values in read_statistics(path, stats).items():
-            parts.setdefault(name, []).append(values)
-    if not parts:
-        raise DatasetError(f"{path} says nothing; {AGAIN}")
-    try:
-        return {name: _together(values) for name, values in parts.items()}
-    except (KeyError, ValueError, IndexError) as error:  # one is missing, or they are of different shapes
-        raise DatasetError(f"{path}: the episodes' statistics do not fit together ({error}); {AGAIN}") from error
-
-
-def _together(parts: list[dict[str, npt.NDArray[Any]]]) -> dict[str, npt.NDArray[Any]]:
-    count = np.array([float(part["count"].reshape(-1)[0]) for part in parts])
-    if count.min() <= 0:
-        raise ValueError("an episode counts no rows")
-    mean, std = (np.stack([part[key] for part in parts]).astype(np.float64) for key in ("mean", "std"))
-    weight = (count / count.sum()).reshape(-1, *[1] * (mean.ndim - 1))
-    with np.errstate(over="ignore", invalid="ignore"):
-        whole = (weight * mean).sum(0)
-        variance = (weight * (std**2 + (mean - whole) ** 2)).sum(0)
-    if not np.isfinite(variance).all():
-        raise ValueError("they are too large")
-    return {
-        "min": np.stack([part["min"] for part in parts]).min(0),
-        "max": np.stack([part["max"] for part in parts]).max(0),
-        "mean": whole,
-        "std": np.sqrt(variance),
-        "count": np.array([int(count.sum())]),
-    }
-
-
-def _finite(path: Path, name: str, value: Any) -> npt.NDArray[Any]:
-    try:
-        array = np.array(value)
-        if array.dtype.kind in "biuf" and np.isfinite(array).all():  # the smallest of truths is one
-            return array.astype(np.float64) if array.dtype.kind == "b" else array
-    except (ValueError, OverflowError):  # lists of different lengths
-        pass
-    raise DatasetError(f"{path}: {shown(name)} is not of finite numbers: {shown(value)}; {AGAIN}")
-
-
 def path_of(folder: Path, template: str, **place: int | str) -> Path:
     """The file that a template of `info.json` means. Raises `DatasetError` where that is none below the folder."""
     try:

@@ -23,9 +23,9 @@ import yaml
 from embodied.config.schema import SFTConfig, indices_of
 from embodied.demonstrations import layout
 from embodied.demonstrations.data_files import RecordedEpisode
+from embodied.demonstrations.importing.formats import format_of, import_command
 from embodied.demonstrations.layout import Feature
 from embodied.demonstrations.reader import Batch, Dataset
-from embodied.demonstrations.sources import format_of, import_command
 from embodied.errors import UserError, nearest, shown
 from embodied.hub import dataset_folder
 from embodied.trajectories.random_streams import permutation
@@ -291,8 +291,6 @@ def _of_each(name: str, entries: Sequence[T], count: int) -> tuple[T, ...]:
 # --- Names of features: what other projects' datasets call what a policy reads and does, and the mapping that fits.
 
 
-OURS = (layout.PROPRIO, layout.STATE, layout.ACTION, layout.REWARD, layout.SUCCESS, layout.DONE)
-"""Names of features, beside cameras."""
 WRIST = re.compile(r"wrist|hand|image_?2|gripper|eye", re.IGNORECASE)
 """Pattern in the names of cameras at a hand."""
 
@@ -379,8 +377,8 @@ def renames(entry: str | Mapping[str, str], features: Mapping[str, Feature], whe
                 f"; the dataset's key comes first: '{{{ours}: {key}}}'" if ours in features and is_ours(key) else ""
             )
             raise UserError(
-                f"sft.features: {shown(ours)} is no name of ours: they are {layout.IMAGES}CAMERA, {', '.join(OURS[:3])}"
-                f"{turned}"
+                f"sft.features: {shown(ours)} is no name of ours: they are {layout.IMAGES}CAMERA, "
+                f"{', '.join(layout.FEATURES[:3])}{turned}"
             )
         if key not in features:
             raise UserError(f"sft.features: {where} has no {shown(key)}{nearest(key, list(features))}")
@@ -395,7 +393,7 @@ def renames(entry: str | Mapping[str, str], features: Mapping[str, Feature], whe
 
 def is_ours(name: str) -> bool:
     """True for a name that a feature may have."""
-    return name in OURS or (name.startswith(layout.IMAGES) and len(name) > len(layout.IMAGES))
+    return name in layout.FEATURES or (name.startswith(layout.IMAGES) and len(name) > len(layout.IMAGES))
 
 
 @dataclass(frozen=True)

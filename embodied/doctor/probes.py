@@ -1,4 +1,4 @@
-"""Asks the Vulkan loader which devices there are, and whether SAPIEN would accept them. Standard library only."""
+"""Vulkan's devices, as the loader lists them, and whether SAPIEN would accept them. Standard library only."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def physical_devices(vulkan: ctypes.CDLL) -> list[ctypes.c_void_p]:
 
 
 def describe(vulkan: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[str, bool]:
-    """The device's name and driver, and whether it has what SAPIEN asks for."""
+    """The device's name and driver, and whether it has what SAPIEN needs."""
     driver = _DriverProperties(1000196000)
     properties = _Properties(1000059001, ctypes.addressof(driver))
     vulkan.vkGetPhysicalDeviceProperties2(device, ctypes.byref(properties))

@@ -164,7 +164,7 @@ class Protocol:
         return self.env_seed + trial if self.seeding == "rising" else self.env_seed
 
     def shown_to(self, config: Config) -> Protocol:
-        """The same episodes for the configuration's policy, which sees and decides as it does."""
+        """A protocol of the same episodes with the configuration's cameras and chunk."""
         return replace(self, cameras=_cameras(config), chunk=config.policy.chunk)
 
     def same_episodes(self, other: Protocol) -> bool:
@@ -275,7 +275,7 @@ def _cameras(config: Config) -> int | tuple[str, ...]:
 
 
 def protocol_of(config: Config) -> Protocol:
-    """The protocol that the configuration asks for. Raises `UserError`, or `FarmError` where files of a task are
+    """The protocol of the configuration. Raises `UserError`, or `FarmError` where files of a task are
     missing."""
     settings, env = config.eval, config.env
     # A single task is looked up by the farm that simulates it.

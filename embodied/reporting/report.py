@@ -74,7 +74,7 @@ def write_page(path: Path, title: str, body: str) -> None:
     write_whole(path, text.encode("utf-8", "backslashreplace").decode())
 
 
-# The sections, from top to bottom
+# --- the sections, from top to bottom
 
 
 def _header(run: RunFolder) -> str:
@@ -260,15 +260,13 @@ def _evaluation(run: RunFolder) -> str:
         "task", "success once", "0 to 100%", "success at end", "starts trained on", "episodes", "length", "return",
         "wall time",
     )  # fmt: skip
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(_evaluation_row(item) for item in run.evals)
-    table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
+    shown = table(names, [_evaluation_cells(item) for item in run.evals])
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
     notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return section("Evaluation", table + notices)
+    return section("Evaluation", shown + notices)
 
 
-def _evaluation_row(item: Evaluation) -> str:
+def _evaluation_cells(item: Evaluation) -> tuple[object, ...]:
     rate, low, high = item.success_rate, item.success_low, item.success_high
     bar = (
         f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
@@ -279,8 +277,7 @@ def _evaluation_row(item: Evaluation) -> str:
         end = f"{charts.percent(item.at_end[0])} <small>{interval(*item.at_end[1:])}</small>"
     wall = "–" if item.wall_s is None else duration(item.wall_s)
     numbers = item.episodes, _number(item.episode_len), _number(item.mean_return)
-    cells = (success, bar, end, escape(item.trained_on or "–"), *numbers, wall)
-    return f"<tr><td>{escape(item.task)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    return (escape(item.task), success, bar, end, escape(item.trained_on or "–"), *numbers, wall)
 
 
 def _videos(run: RunFolder) -> str:
@@ -325,7 +322,7 @@ def _protocol(run: RunFolder) -> str:
     return section("Protocol", f'<dl class="card">{items}</dl>{footer}')
 
 
-# The pieces of a section
+# --- the pieces of a section
 
 
 def _notice(run: RunFolder, name: str) -> str:
@@ -389,6 +386,20 @@ def card(title: str, content: str, legend: str = "", css: str = "") -> str:
     """A drawing with its title, which is plain text."""
     caption = f"<figcaption>{escape(title)}{legend}</figcaption>"
     return f'<figure class="card">{caption}<div class="{css}">{content}</div></figure>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table on a card. `head` is plain text, cells are HTML."""
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in rows)
+    return f'<div class="card scroll"><table><tr>{names}</tr>{lines}</table></div>'
+
+
+def picture(path: Path, css: str = "") -> str:
+    """A PNG on white, as it was drawn, within the page; `css` says how it fits a narrow page."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    image = f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
+    return f'<figure class="card picture"><div class="{css}">{image}</div></figure>'
 
 
 def legend(colours: Mapping[str, str]) -> str:

@@ -188,8 +188,6 @@ def _mean_curve(
 
 def _table(groups: Sequence[Alike]) -> str:
     names = ("settings", "seeds", "success in evaluation", "each seed", "env steps", "wall time", "time to target")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in _cells(group))}</tr>" for group in groups)
     lead = "Success: the mean over seeds with its 95% interval (Student's t); time to target: the median."
     left_out = sum(sum(bool(run.evals) for run in group.runs) - len(group.evaluated()) for group in groups)
     if left_out:
@@ -197,7 +195,7 @@ def _table(groups: Sequence[Alike]) -> str:
     found = [protocol_of(run) for group in groups for run in group.runs]
     protocols = {json.dumps(protocol, sort_keys=True): protocol for protocol in found}
     lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in protocols.values() if one)
-    return report.section("Results", f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>', lead)
+    return report.section("Results", report.table(names, map(_cells, groups)), lead)
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
@@ -233,14 +231,15 @@ def _differences(groups: Sequence[Alike]) -> str:
     differing = _differing([group.settings for group in groups])
     if not differing:
         return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("setting", *(group.label for group in groups)))
-    rows = "".join(
-        f'<tr><td style="white-space: nowrap">{escape(key)}</td>'
-        f"{''.join(f'<td>{escape(_text(g.settings.get(key)))}</td>' for g in groups)}</tr>"
+    head = ("setting", *(group.label for group in groups))
+    rows = [
+        (
+            f'<span style="white-space: nowrap">{escape(key)}</span>',
+            *(escape(_text(group.settings.get(key))) for group in groups),
+        )
         for key in differing
-    )
-    table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-    return report.section("What differed", table)
+    ]
+    return report.section("What differed", report.table(head, rows))
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

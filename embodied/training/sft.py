@@ -24,8 +24,8 @@ from embodied.config.files import save_config
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset, layout
 from embodied.demonstrations.data_files import read_ahead
-from embodied.demonstrations.inspection import inspected, observed
-from embodied.demonstrations.inspection_report import show_table, text
+from embodied.demonstrations.findings import observed
+from embodied.demonstrations.inspection import inspected, show_table, text
 from embodied.demonstrations.mixture import (
     Demonstrations,
     Index,

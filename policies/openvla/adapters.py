@@ -1,4 +1,4 @@
-"""Which parts of OpenVLA have adapters, and adapters that others have saved."""
+"""Low-rank adapters of OpenVLA: the parts that new ones are hung on, and those of a PEFT directory."""
 
 from __future__ import annotations
 
@@ -47,8 +47,11 @@ def attach(model: OpenVLAModel, rank: int, alpha: float, parts: Sequence[str]) -
 
 
 def attach_saved(model: OpenVLAModel, folder: Path, *, any_base: bool = False) -> None:
-    """The same with the adapter of a PEFT directory. Raises `PolicyError`, unless `any_base` is given also if it is of
-    another base, or was merged into this one already."""
+    """Freeze the model and hang the adapter of a PEFT directory on it.
+
+    Raises `PolicyError` for one that does not fit and, unless `any_base` is given, for one that is of another base or
+    was merged into this one already.
+    """
     config = lora.read_adapter_config(folder)
     tensors = lora.read_adapter_file(folder)
     filmed = any(isinstance(module, FilmedBlock) for module in model.modules())

@@ -83,7 +83,7 @@ def _see(tower: Any, pixels: Tensor) -> Tensor:
 
 
 def _see_filmed(tower: Any, pixels: Tensor, language: Tensor) -> Tensor:
-    """The same, block by block: timm's own loop gives a block nothing but its input."""
+    """A tower's output, block by block: timm's own loop gives a block nothing but its input."""
     x: Tensor = tower.norm_pre(tower.patch_drop(tower._pos_embed(tower.patch_embed(pixels))))
     for block in tower.blocks:
         x = block(x, language)

@@ -17,11 +17,13 @@ from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.files import check_tensors, read_state
 from policies.layers import checked_noise, counted_mean
-from policies.openvla.base import TokenPolicy
+from policies.openvla.action_tokens import choose, score
 from policies.openvla.film import film_state, read_film
 from policies.openvla.heads import ActionHead, ProprioProjector, write_side_file
 from policies.openvla.model import OpenVLAModel, Sequence
-from policies.openvla.sampling import choose, score
+from policies.openvla.normalisation import DEMONSTRATIONS
+from policies.openvla.options import CONVENTIONS, OFTOptions
+from policies.openvla.policy import TokenPolicy
 from policies.openvla.side_files import (
     ACTION_HEAD,
     FILM,
@@ -31,15 +33,10 @@ from policies.openvla.side_files import (
     side_folders,
     step_of,
 )
-from policies.openvla.statistics import DEMONSTRATIONS
 from policies.small.encoders import vector
 
 STOP = 2
 """The token </s>, which ends a training text."""
-CONVENTIONS = {"official": True, "simplevla-rl": True, "rlinf": False}
-"""True if a project's models see STOP after the action tokens. It is a key for every query: with another convention
-than that of training most tokens change. Their padding differs too, but under a mask of valid keys and position ids
-that count valid tokens all kinds of padding are the same."""
 HEADS = ("tokens", "l1")
 
 
@@ -63,42 +60,22 @@ class OpenVLAOFT(TokenPolicy):
     """
 
     kind = "openvla_oft"
+    options_type = OFTOptions
     range_eps = 1e-8
 
-    def __init__(
-        self,
-        spec: PolicySpec,
-        *,
-        convention: str = "official",
-        head: str | None = None,
-        proprio: bool | None = None,
-        film: bool | None = None,
-        step: int | str | None = None,
-        **options: Any,
-    ) -> None:
-        """`convention` names the project that trained the checkpoint. `head` (`tokens`, the default, or `l1`),
-        `proprio` and `film` say which of its side files are used: one of which nothing is said may not be there. `step`
-        chooses among files of several steps. For `options` see `TokenPolicy`."""
-        if convention not in CONVENTIONS:
-            raise PolicyError(f"convention must be one of {', '.join(CONVENTIONS)}, got {convention!r}")
-        said = {"head": head, "proprio": proprio, "film": film, "step": step}
-        files = self.side_files(options | said)
-        super().__init__(spec, files, **options)
-        self._architecture |= {"convention": convention, "head": head or "tokens", "proprio": bool(proprio)}
-        # What an older version did not write is the default.
-        optional = {name: said[name] for name in ("film", "step")}
-        self._architecture |= {name: value for name, value in optional.items() if value is not None}
-        self.stop = CONVENTIONS[convention]
+    def __init__(self, spec: PolicySpec, options: OFTOptions) -> None:
+        super().__init__(spec, options)
+        self.stop = CONVENTIONS[options.convention]
         self.proprio_projector: ProprioProjector | None = None
         self.action_head: ActionHead | None = None
         dtype = self.model.dtype
-        if proprio:
+        if options.proprio:
             self.statistics.normalise_proprio(torch.zeros(1, self.shown.proprio_dim))  # are they of this size?
             size = self.shown.proprio_dim
-            self.proprio_projector = ProprioProjector.read(files[PROPRIO], size, self.model.width).to(dtype)
-        if head == "l1":
+            self.proprio_projector = ProprioProjector.read(self.files[PROPRIO], size, self.model.width).to(dtype)
+        if options.head == "l1":
             self.noise_dim = 0
-            self.action_head = ActionHead.read(files[ACTION_HEAD], spec.action_dim, self.model.width).to(dtype)
+            self.action_head = ActionHead.read(self.files[ACTION_HEAD], spec.action_dim, self.model.width).to(dtype)
 
     @classmethod
     def side_files(cls, architecture: Mapping[str, Any]) -> dict[str, Path]:

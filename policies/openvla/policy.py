@@ -1,14 +1,333 @@
-"""OpenVLA as a policy: seven action tokens, one after the other."""
+"""OpenVLA as a policy, and what it shares with OpenVLA-OFT: inputs, units of actions, loss, files on disk."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
-from policies.contract import Action, Inputs, PolicyError, PolicySpec
-from policies.layers import checked_noise
-from policies.openvla.base import TokenPolicy
-from policies.openvla.sampling import decode
+import torch
+from torch import Tensor, nn
+
+from policies import lora
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
+from policies.layers import checked_noise, counted_mean, only_counted
+from policies.openvla import adapters
+from policies.openvla.action_tokens import action_of, decode, score, token_of
+from policies.openvla.config import TOWERS
+from policies.openvla.film import load_film
+from policies.openvla.heads import ValueHead
+from policies.openvla.images import read_preprocessing
+from policies.openvla.model import Sequence as Tokens
+from policies.openvla.model import load_model, save_model, to_checkpoint
+from policies.openvla.normalisation import (
+    DEMONSTRATIONS,
+    choose_statistics,
+    identity,
+    read_datasets,
+    read_state,
+    with_adapters,
+    write_statistics,
+)
+from policies.openvla.options import TokenOptions
+from policies.openvla.prompts import Prompts
+from policies.openvla.side_files import FILM, adapter_home, refuse_side_files, side_folders
+from policies.random_weights import RANDOM_WEIGHTS
+from policies.small.encoders import vector
+from policies.transforms import Gripper, Transforms
+
+BFLOAT16_TOLERANCE = 2e-2
+"""Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic."""
+FEATURES = "features"
+"""Entry of a trace: the result of `precompute`."""
+
+
+class TokenPolicy(lora.AdaptedPolicy):
+    """A policy whose actions are tokens of OpenVLA's network. Reads frames and the instruction.
+
+    Each token is drawn from the action tokens alone, at `temperature`, with one number of the noise; the mode is
+    the likeliest token. The log-prob of a token is under that same distribution. The value head reads the state that
+    predicts the first action token; its gradient reaches the network, as the actor's does.
+
+    `trace["tokens"]` int64 [B, K] are the token ids. Imitation raises their probability among the whole vocabulary.
+    """
+
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {"checkpoint", "adapter", "any_base", "gradient_checkpointing", "image_backend", "temperature"}
+    )
+    options_type = TokenOptions
+    pretrained = True
+    range_eps: float
+    """Added to the range of the statistics: 0 in OpenVLA, 1e-8 in OpenVLA-OFT."""
+
+    @classmethod
+    def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        Transforms(architecture.get("transforms", ()))
+        checkpoint = architecture.get("checkpoint")
+        if not checkpoint:
+            raise PolicyError(f"{cls.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
+        for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
+            folder = architecture.get(name)
+            if folder and not Path(folder).is_dir():
+                raise PolicyError(
+                    f"policy.options.{name}: {folder} is not a folder here; name a directory as Hugging "
+                    "Face lays it out, with its weights as safetensors (a name on its Hub goes into policy.path)"
+                )
+            if folder and not (Path(folder) / file).is_file():
+                raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+        cls.side_files(architecture)
+        if RANDOM_WEIGHTS not in read_json(Path(checkpoint) / CONFIG):
+            adapters.check_other_files(Shards.find(Path(checkpoint)), [architecture.get("adapter")])
+
+    @classmethod
+    def side_files(cls, architecture: Mapping[str, Any]) -> dict[str, Path]:
+        """Files beside the weights that the arguments use, by component. Raises `PolicyError`, which names them, for
+        those that nothing uses."""
+        for folder in side_folders(architecture):
+            refuse_side_files(folder, cls.kind)
+        return {}
+
+    @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") == "openvla"
+
+    @classmethod
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        return Transforms(architecture.get("transforms", ())).conventions()
+
+    @classmethod
+    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
+        key = str(architecture.get("unnorm_key", ""))
+        if not key:
+            folder, adapter = (str(architecture.get(name, "")) for name in ("checkpoint", "adapter"))
+            datasets = read_datasets(Path(folder), read_json(Path(folder) / CONFIG))
+            datasets = with_adapters(datasets, Path(adapter)) if adapter else datasets
+            key = next(iter(datasets)) if len(datasets) == 1 else ""
+        return None if key in ("", DEMONSTRATIONS) else key
+
+    def __init__(self, spec: PolicySpec, options: TokenOptions) -> None:
+        """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
+        super().__init__()
+        self.check_spec(spec)
+        if not options.checkpoint:
+            raise PolicyError(f"{self.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
+        self.files = self.side_files(vars(options))
+        """Files beside the weights that are used, by component."""
+        self.options = options = options.resolved()
+        self.transforms = Transforms(options.transforms)
+        self.shown = self.transforms.spec(spec)  # to the network
+        if options.unnorm_key == DEMONSTRATIONS:
+            self.transforms.check_demonstrated_units()
+        weights, adapter = options.weights, options.adapter
+        saved_adapter = bool(weights) and (Path(weights) / ADAPTER_CONFIG).exists()
+        self.source = source = Path(options.checkpoint if saved_adapter or not weights else weights).resolve()
+        self.spec = spec
+        self.temperature = float(options.temperature)
+        self.gradient_checkpointing = options.gradient_checkpointing
+        self.noise_dim = spec.chunk * spec.action_dim
+        self.model = load_model(source, options.dtype)
+        self.film = load_film(self.model, self.files[FILM]) if FILM in self.files else None
+        self.prompts = Prompts(source, self.model.config, options.prompt)
+        saved = Path(weights if saved_adapter else adapter) if saved_adapter or adapter else None
+        if self.model.shards is not None:
+            adapters.check_other_files(self.model.shards, [adapter, weights])
+        self._datasets = read_datasets(source, self.model.config.raw)
+        if saved is not None:
+            self._datasets = with_adapters(self._datasets, adapter_home(saved))
+        self.statistics = (
+            identity(spec.action_dim, self.shown.proprio_dim)
+            if options.unnorm_key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets
+            else choose_statistics(source, self._datasets, options.unnorm_key, options.bounds)
+        )
+        self.preprocessing = read_preprocessing(
+            source, environment_jpeg=options.environment_jpeg, environment_resize=options.environment_resize,
+            center_crop=options.center_crop, backend=options.image_backend,
+        )  # fmt: skip
+        if len(self.statistics.low) != spec.action_dim:
+            raise PolicyError(
+                f"the checkpoint's actions ({self.statistics.key}) have {len(self.statistics.low)} dimensions, the "
+                f"task takes {spec.action_dim}"
+            )
+        if saved is not None:
+            adapters.attach_saved(self.model, saved, any_base=options.any_base)
+        else:
+            adapters.check_saved_beside(self.model)
+            if options.lora_rank:
+                alpha = float(options.lora_alpha) or options.lora_rank
+                adapters.attach(self.model, options.lora_rank, alpha, options.lora_parts)
+        # What `precompute` covers stays the same while gradients are switched off for a pass.
+        self._trains_towers = _is_trained(self.model.vision_backbone)
+        self._trains_projector = _is_trained(self.model.projector)
+        if options.gradient_checkpointing:
+            self.model.language_model.activation_checkpointing_enable({"use_reentrant": False})
+        values = spec.chunk if options.value_per_action else None
+        self.value_head = ValueHead(self.model.width, options.value_widths, values)
+        if self.model.dtype != torch.float32:
+            self.ratio_tolerance = BFLOAT16_TOLERANCE
+
+    def check_spec(self, spec: PolicySpec) -> None:
+        """Raise `PolicyError` unless the policy can be of these sizes."""
+        raise NotImplementedError
+
+    def states(self, inputs: Inputs, tokens: Tensor, features: Tensor | None = None) -> Tensor:
+        """[B, K, D]: the states that predict the tokens int64 [B, K], from one pass; `features` of `precompute`."""
+        raise NotImplementedError
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        tokens = trace["tokens"]
+        states = self.states(inputs, tokens, trace.get(FEATURES))
+        choice = tokens - self.model.config.first_action_token
+        log_prob, entropy = score(self.model.action_logits(states), choice, self.temperature)
+        return Evaluation(self._shaped(log_prob), self._shaped(entropy), self.value_head(states[:, 0]))
+
+    @torch.no_grad()
+    def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
+        """`features` [B, I * patches, ..] in the model's dtype: what the towers see, projected where the projector is
+        not trained either. Nothing, where the towers are trained."""
+        if self._trains_towers:
+            return {}
+        features = self.vision_features(inputs)
+        return {FEATURES: features if self._trains_projector else self.model.projector(features)}
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        config = self.model.config
+        wanted = self.normalised(actions, counted, self.given_state(inputs))
+        tokens = token_of(wanted, config.action_vocab, config.bins).flatten(1)
+        losses = self.model.negative_log_probs(self.states(inputs, tokens), tokens)
+        return counted_mean(self._shaped(losses), counted)
+
+    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
+        # Where the checkpoint has them, it has learned in them.
+        if self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets:
+            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
+            state = None if proprio is None else self.transforms.state(proprio)
+            self.statistics.adopt(said, state, gripper=self.transforms.has(Gripper))
+
+    @property
+    def network_image_size(self) -> int:
+        return self.model.config.image_size
+
+    @property
+    def normalised_by(self) -> str:
+        own = self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets
+        return "the rows learned from" if own else f"the checkpoint's own of {self.statistics.key!r}"
+
+    @property
+    def adaptable(self) -> lora.AdaptedModel:
+        return self.model
+
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        """Each block of the towers, and each layer of the language model but the last, of which `OpenVLAModel.states`
+        calls the parts. Embedding, projector, last layer, final norm and head stay together, tied or not."""
+        towers = [getattr(self.model.vision_backbone, tower) for tower in TOWERS]
+        layers = self.model.language_model.model.layers
+        return [[module] for module in (*(block for tower in towers for block in tower.blocks), *layers[:-1])]
+
+    def architecture(self) -> dict[str, Any]:
+        return self.options.as_data()
+
+    def write_actor(self, folder: Path) -> bool:
+        """An adapter in PEFT's layout where one is trained, else the whole Hugging Face directory; the statistics."""
+        if self.adapted:
+            lora.save_adapter(self.model, folder)
+        else:
+            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
+                (folder / name).unlink(missing_ok=True)
+            save_model(self.model, folder)
+        write_statistics(folder, self._datasets, self.statistics)
+        return True
+
+    def read_actor(self, folder: Path) -> dict[str, Tensor]:
+        if self.adapted:
+            tensors = lora.read_adapter(self.model, folder)
+            lora.check_scaling(self.model, folder)
+        else:
+            found = Shards.find(folder).read(self.model.checkpoint_state())
+            named = {name: to_checkpoint(name) for name in self.model.state_dict()}
+            tensors = {name: found[stored] for name, stored in named.items() if stored in found}
+        statistics = {f"statistics.{name}": tensor for name, tensor in read_state(folder, self.statistics).items()}
+        return {f"model.{name}": tensor for name, tensor in tensors.items()} | statistics
+
+    @classmethod
+    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
+        return {"weights": str(folder)}
+
+    def export(self, folder: str | Path) -> None:
+        """Write a Hugging Face directory with the adapter, if there is one, merged into the weights."""
+        save_model(self.model, folder, lora.merged_state(self.model))
+        write_statistics(Path(folder), self._datasets, self.statistics)
+
+    def prepare(self, inputs: Inputs, tokens: int, features: Tensor | None = None) -> Tokens:
+        """The embedded sequence before the actions, for which it leaves room in the context."""
+        images = self._images(inputs, features)
+        room = self.model.config.max_tokens - images.shape[1] - tokens
+        ids, lengths = self.prompts.batch(self.instructions(inputs, len(images)), room, images.device)
+        return self.model.sequence(images, ids, lengths)
+
+    def instructions(self, inputs: Inputs, rows: int) -> tuple[str, ...]:
+        """The instruction of each row. Raises `PolicyError` unless there is one."""
+        if len(inputs.instruction) != rows:
+            raise PolicyError(
+                f"{self.kind} reads an instruction for each row: got {len(inputs.instruction)} for {rows}; add "
+                "'instruction' to policy.reads"
+            )
+        return inputs.instruction
+
+    def chunk_of(self, tokens: Tensor, state: Tensor | None) -> Tensor:
+        """int64 [B, K] token ids to actions float32 [B, C, A] in the environment's units, in states [B, P]."""
+        return self.in_units(action_of(tokens, self.model.config.action_vocab, self.model.config.bins), state)
+
+    def in_units(self, normalised: Tensor, state: Tensor | None) -> Tensor:
+        """[B, K] or [B, C, A] in -1..1 to float32 [B, C, A] in the environment's units."""
+        actions = self.statistics.unnormalise(self._shaped(normalised), self.range_eps)
+        return self.transforms.executed(actions, state).float()
+
+    def normalised(self, actions: Tensor, counted: Tensor, state: Tensor | None) -> Tensor:
+        """The inverse: demonstrated actions [B, C, A] to float64 in -1..1; those not counted [B, C] to anything."""
+        said = self.transforms.demonstrated(only_counted(actions, counted), state)
+        return self.statistics.normalise(said, self.range_eps)
+
+    def given_state(self, inputs: Inputs) -> Tensor | None:
+        """[B, P] as the environment gives it, where it is read."""
+        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
+
+    def _pixels(self, inputs: Inputs) -> Tensor:
+        """[B, I, 6, S, S]: the cameras' pictures, in the order of the spec."""
+        pixels = []
+        for name in self.spec.cameras:
+            frame = inputs.frames.get(name)
+            if frame is None:
+                given = ", ".join(inputs.frames) or "none"
+                raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
+            pixels.append(self.pixels(frame))
+        return torch.stack(pixels, 1)
+
+    def pixels(self, frames: Tensor) -> Tensor:
+        """A camera's uint8 [B, H, W, 3] to float32 [B, 6, S, S]."""
+        return self.preprocessing(self.transforms.frames(frames))
+
+    def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
+        """[B, I * patches, D]: the cameras' patches, of which `precompute` may have found the features."""
+        if features is None:
+            return self.model.projector(self.vision_features(inputs))
+        return self.model.projector(features) if self._trains_projector else features
+
+    def vision_features(self, inputs: Inputs) -> Tensor:
+        """[B, I * patches, E]: what the towers see of the cameras' pictures."""
+        return self.model.vision_features(self._pixels(inputs))
+
+    def _checkpointing(self) -> None:
+        """Recompute activations in the backward pass, if that is asked for: transformers does so in training mode,
+        which changes nothing else in a network without dropout."""
+        self.model.language_model.train(self.gradient_checkpointing and torch.is_grad_enabled())
+
+    def _shaped(self, x: Tensor) -> Tensor:
+        return x.view(-1, self.spec.chunk, self.spec.action_dim)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 class OpenVLA(TokenPolicy):

@@ -1,4 +1,4 @@
-"""Which parts of pi0 have low-rank adapters, and adapters that others have saved.
+"""Low-rank adapters of pi0: the parts that new ones are hung on, and those of a PEFT directory.
 
 Names in an adapter's file are those of the checkpoint's project: PEFT wraps LeRobot's policy, in which the network is
 `model`, and openpi's network itself. Both are read; the layout's are written.
@@ -14,14 +14,11 @@ from torch import nn
 
 from policies import lora
 from policies.contract import PolicyError
-from policies.files import ADAPTER, ADAPTER_CONFIG, read_json, shown
+from policies.files import ADAPTER, ADAPTER_CONFIG
 from policies.pi0.config import Layout
-from policies.pi0.names import UNUSED, own_name, stored_name
-from policies.pi0.network import Pi0Network
+from policies.pi0.network import UNUSED, Pi0Network, own_name, stored_name
 
 PARTS = ("vlm", "expert", "vision")
-SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-"""Entries of adapter_config.json that an adapter's matrices are multiplied by."""
 LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
 
@@ -37,7 +34,7 @@ def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -
 
 
 def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -> None:
-    """The same with the adapter of a PEFT directory, each layer with the rank and scale that it has there.
+    """Freeze the network and hang the adapter of a PEFT directory on it, each layer with its rank and scale.
 
     Raises `PolicyError` where it has tensors of no layer here, and, unless `any_base` is given, if it is of another
     base, or was merged into this one already.
@@ -97,18 +94,6 @@ def _said(config: Mapping[str, Any], module: str, pattern: str, otherwise: str) 
 
     said = config.get(pattern) or {}
     return said.get(get_pattern_key(list(said), module), config.get(otherwise, 8))
-
-
-def check_scaling(network: Pi0Network, folder: Path) -> None:
-    """Raise `PolicyError` if the directory's adapter counts for more or less than the network's."""
-    found = read_json(folder / ADAPTER_CONFIG)
-    for name in SCALING:
-        # PEFT writes what is off as false or as an empty table, others not at all.
-        if (found.get(name) or None) != (network.adapter_config.get(name) or None):
-            raise PolicyError(
-                f"{folder} is another adapter: {name} is {shown(found.get(name))}, expected "
-                f"{shown(network.adapter_config.get(name))}"
-            )
 
 
 def _targets(network: Pi0Network, parts: Sequence[str], named: Callable[[str], str]) -> str:

@@ -146,7 +146,7 @@ def read_sizes(folder: Path, adaptive: bool) -> tuple[Pi0Sizes, Layout]:
 
 
 def layout_of(folder: Path, raw: Mapping[str, Any]) -> Layout:
-    """Whose the directory with this config.json is. Raises `PolicyError` where it is of neither."""
+    """Layout of the directory with this config.json. Raises `PolicyError` where it is neither project's."""
     kind = raw.get("type")
     if kind is None and "action_horizon" in raw:
         return "openpi"

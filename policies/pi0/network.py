@@ -1,6 +1,6 @@
 """pi0's and pi0.5's network: from an observation and a noisy action chunk to the chunk's velocity.
 
-In 16 bits the layers around the expert, norms and the embedding of patches stay in 32 (`names.KEPT`), as openpi has it.
+In 16 bits the layers around the expert, norms and the embedding of patches stay in 32 (`KEPT`), as openpi has it.
 
 Time runs from t = 1 (noise) to t = 0 (actions), x_t = t e + (1 - t) a, and the velocity is dx/dt = e - a
 (openpi's pi0_pytorch.py). B rows, I images of S x S pixels, L tokens of the prompt, P = I * patches + L tokens of the
@@ -10,6 +10,7 @@ prefix, H actions of a chunk, A numbers of an action.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from policies.layers import time_embedding
 from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
-from policies.pi0.names import own_name, stored_name
 from policies.torchvision_operators import import_torchvision
 
 DIGESTED = (
@@ -62,7 +62,10 @@ class Prefix:
 
 
 class Pi0Network(AdaptedModel):
-    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding` (`files.py`)."""
+    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding`.
+
+    `stored_name` gives their names in a checkpoint.
+    """
 
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
@@ -153,12 +156,8 @@ class Pi0Network(AdaptedModel):
         """[B, H, A] float32 from the expert's outputs."""
         return self.action_out_proj(suffix.to(self.action_out_proj.weight.dtype)).float()
 
-    def velocity(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Tensor:
-        """[B, H, A] float32 at x [B, H, A] and times [B]."""
-        return self.velocity_of(self.suffix(prefix, state, x, t))
-
     def joint_velocity(self, seen: Observation, x: Tensor, t: Tensor) -> Tensor:
-        """`velocity` in one pass over prefix and suffix, through which gradients reach both."""
+        """[B, H, A] float32 at x [B, H, A] and times [B], in one pass over prefix and suffix: gradients reach both."""
         first, present = self.embed_prefix(seen)
         second, condition = self.embed_suffix(seen.state, x, t)
         second = second.to(first.dtype)
@@ -167,14 +166,6 @@ class Pi0Network(AdaptedModel):
         begins[first.shape[1] :] = self._begins(second.shape[1], x.device)
         _, hidden = self.mixture.joint(first, second, positions_of(present), blocks_seen(present, begins), condition)
         return self.velocity_of(hidden[:, -self.sizes.horizon :])
-
-    def sample(self, prefix: Prefix, state: Tensor, noise: Tensor, steps: int) -> Tensor:
-        """The chunk [B, H, A] to which Euler's method takes the noise in so many steps."""
-        x = noise
-        for step in range(steps):
-            t = torch.full((len(x),), 1 - step / steps, device=x.device)
-            x = x - self.velocity(prefix, state, x, t) / steps
-        return x
 
     def _begins(self, tokens: int, device: torch.device) -> Tensor:
         """Places where the suffix's attention blocks begin: with the state, and with the first action."""
@@ -190,3 +181,60 @@ def build_vision(sizes: VisionSizes) -> Any:
 
     config: dict[str, Any] = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
     return SiglipVisionModel(SiglipVisionConfig(**config, hidden_act="gelu_pytorch_tanh", vision_use_head=False))
+
+
+# --- names of tensors in checkpoints
+#
+# Layouts differ in levels that libraries added and removed:
+#
+#     openpi               paligemma_with_expert.paligemma.model.language_model.layers.0...
+#     LeRobot              model. before that
+#     LeRobot, mid-2025    model.paligemma_with_expert.paligemma.language_model.model.layers.0...
+#     newer transformers   ...vision_tower.embeddings... instead of ...vision_tower.vision_model.embeddings...
+
+PALIGEMMA, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
+UNUSED = f"{EXPERT}lm_head.weight"
+NAMES = (
+    (r"model\.(?=paligemma_with_expert\.|action_|state_proj|time_mlp)", ""),
+    (re.escape(PALIGEMMA) + r"(model\.)?vision_tower\.(vision_model\.)?", "vision."),
+    (re.escape(PALIGEMMA) + r"(model\.)?multi_modal_projector\.linear\.", "projector."),
+    (re.escape(PALIGEMMA) + r"((model\.)?language_model\.)?lm_head\.", "embedding."),
+    (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?embed_tokens\.", "embedding."),
+    (re.escape(PALIGEMMA) + r"(model\.)?language_model\.(model\.)?", "mixture.vlm."),
+    (re.escape(EXPERT) + r"model\.", "mixture.expert."),
+)
+"""Prefixes of stored names and their replacements, in this order."""
+STORED = {
+    "vision.": f"{PALIGEMMA}model.vision_tower.vision_model.",
+    "projector.": f"{PALIGEMMA}model.multi_modal_projector.linear.",
+    "embedding.": f"{PALIGEMMA}lm_head.",
+    "mixture.vlm.": f"{PALIGEMMA}model.language_model.",
+    "mixture.expert.": f"{EXPERT}model.",
+}
+"""Prefixes of the network's names in openpi's layout."""
+KEPT = re.compile(
+    r"(action_|state_|time_|vision\.embeddings\.|mixture\.(vlm|expert)\.(layers\.\d+\.\w+layernorm|norm)\.)"
+)
+"""Beginnings of the network's names that openpi keeps in 32 bits (gemma_pytorch.py)."""
+STATISTICS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
+"""LeRobot's checkpoints of mid-2025 have statistics among the weights."""
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Dtype of the network's tensor of this name, where the network is to have that dtype."""
+    return torch.float32 if KEPT.match(name) else dtype
+
+
+def own_name(stored: str) -> str:
+    """The network's name of a stored tensor; that of `UNUSED` without LeRobot's prefix."""
+    for pattern, replacement in NAMES:
+        stored = re.sub(f"^{pattern}", replacement, stored)
+    return stored
+
+
+def stored_name(name: str, layout: Layout) -> str:
+    """The name of the network's tensor in a checkpoint."""
+    for prefix, replacement in STORED.items():
+        if name.startswith(prefix):
+            name = replacement + name.removeprefix(prefix)
+    return f"model.{name}" if layout == "lerobot" else name

@@ -14,24 +14,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from policies import lora
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.denoising import PICKING, Denoising, Field, stacked
-from policies.files import CONFIG, shown
-from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, shown, write_tensors
+from policies.layers import checked_noise, counted_mean, mlp, only_counted
 from policies.lora import AdaptedModel, AdaptedPolicy
-from policies.pi0 import saving
 from policies.pi0.adapters import attach, attach_saved
+from policies.pi0.checkpoint import (
+    EXTRAS,
+    Sources,
+    check_numbers,
+    find_sources,
+    is_adaptive,
+    is_random,
+    load_network,
+    ordered,
+    read_weights,
+    save_description,
+    save_directory,
+)
 from policies.pi0.config import with_horizon
-from policies.pi0.features import check_numbers, ordered
-from policies.pi0.files import DTYPES, is_adaptive, load_network
 from policies.pi0.inputs import BLACK, OF_LEROBOT_04, Prompts, pixel_values
 from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
-from policies.pi0.sources import Sources, find_sources, is_random
-from policies.pi0.steps import ACTION, PRE, STATE
-from policies.pi0.units import (
+from policies.pi0.normalisation import (
     DEMONSTRATIONS,
-    NORMALISATIONS,
+    RobotUnits,
     StoredUnits,
     dataset_of,
     demonstrated,
@@ -42,7 +51,11 @@ from policies.pi0.units import (
     openpi_statistics,
     read_lerobot,
     read_openpi,
+    write_lerobot,
+    write_openpi,
 )
+from policies.pi0.options import AUTO, Pi0Options
+from policies.pi0.processors import ACTION, PRE, STATE
 from policies.small.encoders import vector
 from policies.transforms import Differences, Transforms
 
@@ -70,11 +83,8 @@ class NoiseNet(nn.Module):
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
-RESIZES, PROMPTS, TRAINED = ("pillow", "interpolate"), ("openpi", "lerobot", "lerobot-0.4"), ("expert", "all")
-CRITICS = ("prefix", "suffix")
 NOISE_WIDTHS = (128, 64)
 BFLOAT16_TOLERANCE = 2e-2
-AUTO, MOST_STEPS = "auto", 1000
 OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
 """Beginnings of the names of its tensors."""
 
@@ -128,6 +138,7 @@ class Pi0(AdaptedPolicy):
     """
 
     kind = "pi0"
+    options_type = Pi0Options
     incidental: ClassVar[frozenset[str]] = frozenset(
         {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
          "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
@@ -197,95 +208,31 @@ class Pi0(AdaptedPolicy):
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
         return architecture.get("scored", "one") in PICKING
 
-    def __init__(
-        self,
-        spec: PolicySpec,
-        *,
-        checkpoint: str = "",
-        adapter: str = "",
-        any_base: bool = False,
-        weights: str = "",
-        asset: str = "",
-        normalisation: str = AUTO,
-        prompt: str = "",
-        state_in_prompt: bool = False,
-        resize: str = "",
-        transforms: Sequence[Mapping[str, Any]] = (),
-        steps: int | None = None,
-        noise_level: float = 0.5,
-        start_noise: float = 1.0,
-        scored: str = "one",
-        step_reduction: str = "sum",
-        noise_bounds: Sequence[float] = (0.08, 0.16),
-        train: str = "expert",
-        cache_prefix: bool = True,
-        dtype: str = "float32",
-        lora_rank: int = 0,
-        lora_alpha: float = 0.0,
-        lora_parts: Sequence[str] = ("vlm", "expert"),
-        critic: str = "prefix",
-        critic_trains_network: bool = False,
-        value_widths: Sequence[int] = (512, 128),
-    ) -> None:
-        """`checkpoint` is a directory of openpi's or LeRobot's, `adapter` one of PEFT's that was trained on it, which
-        is trained further (`checkpoint` may be the adapter's own, if that names a base which is here); `any_base` takes
-        one that says it is of another base, or that seems to be merged into this one already. `weights` is
-        what such a policy was saved as, which takes its place (`policies.load` sets it). `asset` names openpi's
-        statistics, where there are several; `demonstrations`: those that are learned from (`adopt_units`).
-        `normalisation` is how openpi's training took them: z-score, quantile, or auto, which is what the statistics
-        allow, else openpi's default for the model. `prompt` is the project whose prompts these are, and `resize` how
-        pictures become square, "" those of the checkpoint's layout; `state_in_prompt` is for pi0.5. `transforms` are
-        entries of `policies.transforms` (delta_actions of 6 for openpi's pi0_libero); what LeRobot's processors say is
-        added to them. `steps` None: as the checkpoint says, or 10. `train`: `expert` freezes the vision-language model,
-        `all` trains every weight. `noise_bounds` are the standard deviations between which scored `learned` keeps. With
-        `lora_rank` adapters on `lora_parts` (vlm, expert, vision) are all of the network that is trained; `lora_alpha`
-        0: as the rank. `critic` is what the value head reads, prefix or suffix.
-        """
+    def __init__(self, spec: PolicySpec, options: Pi0Options) -> None:
+        """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
         super().__init__()
-        if adapter and lora_rank:
-            raise PolicyError(f"lora_rank is for a new adapter or adapter for a saved one; got {lora_rank}, {adapter}")
-        self.source = source = find_sources(checkpoint, adapter, weights)
+        self.source = source = find_sources(options.checkpoint, options.adapter, options.weights)
+        self.options = options = options.with_checkpoint(source)
         self.layout = source.layout
-        resize = resize or ("interpolate" if self.layout == "lerobot" else "pillow")
-        steps = _steps(source) if steps is None else steps
-        if type(steps) is not int:
-            raise PolicyError(f"pi0's steps must be a whole number of integration steps, got {shown(steps)}")
-        choices = ("resize", resize, RESIZES), ("train", train, TRAINED), ("critic", critic, CRITICS)
-        ways = ("normalisation", normalisation, (AUTO, *NORMALISATIONS))
-        for name, given, valid in (*choices, ways, ("dtype", dtype, DTYPES)):
-            if given not in valid:
-                raise PolicyError(f"pi0's {name} must be one of {', '.join(valid)}, got {given!r}")
-        if prompt and prompt not in PROMPTS:
-            raise PolicyError(f"pi0's prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}")
-        said = Transforms(transforms)
-        self.transforms = _with_relative(source, said, spec.action_dim)
-        if asset == DEMONSTRATIONS:
+        self.transforms = _with_relative(source, Transforms(options.transforms), spec.action_dim)
+        if options.asset == DEMONSTRATIONS:
             self.transforms.check_demonstrated_units()
         self.spec, self.shown = spec, self.transforms.spec(spec)  # shown: to the network
-        self._architecture: dict[str, Any] = dict(
-            **_named(source, checkpoint, adapter, weights), any_base=any_base, asset=asset,
-            normalisation=normalisation, prompt=prompt, state_in_prompt=state_in_prompt, resize=resize,
-            transforms=said.as_data(), steps=steps, noise_level=float(noise_level),
-            start_noise=float(start_noise), scored=scored,
-            step_reduction=step_reduction, noise_bounds=list(noise_bounds), train=train, cache_prefix=cache_prefix,
-            dtype=dtype, lora_rank=lora_rank, lora_alpha=float(lora_alpha), lora_parts=list(lora_parts),
-            critic=critic, critic_trains_network=critic_trains_network,
-            value_widths=list(checked_widths("value_widths", value_widths)),
-        )  # fmt: skip
-        self.network, self.config = load_network(source.weights, dtype, source.described), dict(source.config)
+        self.network = load_network(source.weights, options.dtype, source.described)
+        self.config = dict(source.config)
         if spec.horizon:  # no weight depends on it
             self.network.sizes = replace(self.network.sizes, horizon=spec.horizon)
             self.config = with_horizon(self.config, spec.horizon)
         self.sizes = self.network.sizes
-        self._check_spec(state_in_prompt)
+        self._check_spec(options.state_in_prompt)
         self.cameras = spec.cameras
         if self.layout == "lerobot":
             self.cameras = ordered(source, spec.cameras)
-            if asset != DEMONSTRATIONS:
+            if options.asset != DEMONSTRATIONS:
                 check_numbers(source, self.shown.action_dim, self.shown.proprio_dim)
         self.spec = spec = replace(spec, horizon=self.sizes.horizon)
-        convention: Any = prompt or self.layout
-        if self.sizes.adaptive and not state_in_prompt and convention != "openpi":
+        convention: Any = options.prompt or self.layout
+        if self.sizes.adaptive and not options.state_in_prompt and convention != "openpi":
             raise PolicyError(
                 f"a pi0.5 with prompts of {convention} has the state in them: set state_in_prompt to true, or prompt "
                 "to openpi"
@@ -293,33 +240,27 @@ class Pi0(AdaptedPolicy):
         filled = source.config.get("max_state_dim", self.sizes.action_dim)
         length = self.sizes.prompt_len if source.processors is None else source.processors.prompt_length
         self.prompts = Prompts(source.tokenizer, length, convention, filled)
-        self.units = self._read_units(asset, normalisation)
+        self.units = self._read_units()
         self.times = LearnedTimes.said(source)
-        self.resize: Any = resize
+        self.resize: Any = options.resize
         self.sides = OF_LEROBOT_04 if convention == "lerobot-0.4" else BLACK
-        self.state_in_prompt = state_in_prompt
-        self.trains_all, self.cache_prefix = train == "all", cache_prefix
-        if source.adapter is not None:
-            attach_saved(self.network, source.adapter, any_base=any_base)
-            trained = {name for name, parameter in self.network.named_parameters() if parameter.requires_grad}
-            self.trains_all = any(name.startswith(OF_THE_VLM) for name in trained)
-        elif lora_rank:
-            attach(self.network, lora_rank, float(lora_alpha) or lora_rank, lora_parts)
-            self.trains_all = bool({"vlm", "vision"} & set(lora_parts))
-        else:
-            for name, parameter in self.network.named_parameters():
-                parameter.requires_grad_(self.trains_all or not name.startswith(OF_THE_VLM))
-        if dtype != "float32":
+        self.trains_all = self._choose_trained()
+        if options.dtype != "float32":
             self.ratio_tolerance = BFLOAT16_TOLERANCE
         inner, numbers = self.sizes.expert.width, self.sizes.horizon * self.sizes.action_dim
         executed = self._executed(torch.arange(numbers).view(1, self.sizes.horizon, -1)).flatten().tolist()
-        self.denoising = Denoising(numbers, steps, noise_level, scored, step_reduction, executed, start_noise)
+        assert options.steps is not None, "the checkpoint says it"
+        self.denoising = Denoising(
+            numbers, options.steps, options.noise_level, options.scored, options.step_reduction, executed,
+            options.start_noise,
+        )  # fmt: skip
         self.noise_dim = self.denoising.noise_dim
-        learned = scored == "learned"
-        self.noise_net = NoiseNet(inner, self.sizes.action_dim, noise_bounds, NOISE_WIDTHS) if learned else None
-        self.reads_suffix, self.critic_trains_network = critic == "suffix", critic_trains_network
+        learned = options.scored == "learned"
+        noise_net = NoiseNet(inner, self.sizes.action_dim, options.noise_bounds, NOISE_WIDTHS) if learned else None
+        self.noise_net = noise_net
+        self.reads_suffix = options.critic == "suffix"
         read = inner if self.reads_suffix else self.sizes.vlm.width
-        self.value_head = mlp(read + self.sizes.action_dim, value_widths, 1, last_gain=1.0)
+        self.value_head = mlp(read + self.sizes.action_dim, options.value_widths, 1, last_gain=1.0)
 
     # --- the contract
 
@@ -354,7 +295,7 @@ class Pi0(AdaptedPolicy):
     def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
         """Keys and values [B, layers, heads, P, d] of the prefix, `present` bool [B, P], and `summary` [B, W] where the
         critic reads it; nothing where the vision-language model is trained, or `cache_prefix` is False."""
-        if self.trains_all or not self.cache_prefix:
+        if self.trains_all or not self.options.cache_prefix:
             return {}
         prefix = self.network.prefix(self._observation(inputs))
         keys, values = (torch.stack(part, 1) for part in (prefix.cache.keys, prefix.cache.values))
@@ -374,14 +315,14 @@ class Pi0(AdaptedPolicy):
         return counted_mean((v - (x1 - wanted)).square()[..., : self.spec.action_dim], counted)
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
-        if self._architecture["asset"] == DEMONSTRATIONS:
+        if self.options.asset == DEMONSTRATIONS:
             nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
             state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
             said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
             self.units.fill(demonstrated(state, said))
 
     def architecture(self) -> dict[str, Any]:
-        return dict(self._architecture)
+        return self.options.as_data()
 
     @property
     def network_image_size(self) -> int:
@@ -389,7 +330,7 @@ class Pi0(AdaptedPolicy):
 
     @property
     def normalised_by(self) -> str:
-        asset = self._architecture["asset"]
+        asset = self.options.asset
         if asset == DEMONSTRATIONS:
             return "the rows learned from"
         return "the checkpoint's own" + (f" of {asset!r}" if asset else "")
@@ -405,17 +346,50 @@ class Pi0(AdaptedPolicy):
         halves = [half for layer in self.network.mixture.layers for half in layer.halves]
         return [*([block] for block in self.network.vision.encoder.layers), [self.network.embedding], *halves]
 
+    # --- files
+
     def export(self, folder: Path) -> None:
         """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
         its statistics or those of the demonstrations."""
-        saving.export(self, Path(folder))
+        folder = Path(folder)
+        save_directory(self.network, self.source, folder, self.config, ours=False)
+        if self.options.asset == DEMONSTRATIONS:
+            # Readers of the files want statistics of a state, also where the policy reads none.
+            state = self.units.state if self.spec.proprio_dim else identity(self.sizes.action_dim, 0).state
+            (write_lerobot if self.layout == "lerobot" else write_openpi)(folder, RobotUnits(state, self.units.action))
 
     def write_actor(self, folder: Path) -> bool:
-        saving.write(self, folder)
+        """Write a directory as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
+        if self.adapted:
+            (folder / SINGLE).unlink(missing_ok=True)
+            if self.source.described == self.source.adapter:  # it is not the base that says what the numbers are
+                save_description(self.source, folder, self.config, ours=True)
+            lora.save_adapter(self.network, folder)
+        else:
+            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
+                (folder / name).unlink(missing_ok=True)
+            save_directory(self.network, self.source, folder, self.config, ours=True)
+        write_tensors(folder / EXTRAS, self._extras())
         return True
 
     def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        return saving.read(self, folder)
+        network = self.network
+        if self.adapted:
+            weights = lora.read_adapter(network, folder)
+            lora.check_scaling(network, folder)
+        else:
+            weights = read_weights(folder, network)
+        extras, expected = read_tensors(folder / EXTRAS), self._extras()
+        # How steps are drawn may differ, and with it whether a network for that was learned.
+        if any(name.startswith("noise_net.") for name in extras) != (self.noise_net is not None):
+            extras, expected = ({n: t for n, t in of.items() if n.startswith("units.")} for of in (extras, expected))
+        check_tensors(folder / EXTRAS, extras, expected)
+        return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
+
+    def _extras(self) -> dict[str, Tensor]:
+        """Tensors that no community's layout has a place for, by the policy's names."""
+        parts = {"units": self.units, "noise_net": self.noise_net}
+        return {f"{n}.{k}": t for n, part in parts.items() if part is not None for k, t in part.state_dict().items()}
 
     @classmethod
     def restore_arguments(cls, folder: Path) -> dict[str, Any]:
@@ -437,7 +411,7 @@ class Pi0(AdaptedPolicy):
                 f"pi0 reads an instruction for each row: got {len(inputs.instruction)} for {rows}; add 'instruction' "
                 "to policy.reads"
             )
-        said = state[:, : self.shown.proprio_dim].cpu() if self.state_in_prompt else None
+        said = state[:, : self.shown.proprio_dim].cpu() if self.options.state_in_prompt else None
         tokens, counted = self.prompts.batch(inputs.instruction, said)
         device = state.device
         present = torch.ones(rows, len(pixels), dtype=torch.bool, device=device)
@@ -507,7 +481,7 @@ class Pi0(AdaptedPolicy):
 
     def _summary(self, prefix: Prefix, state: Tensor) -> Tensor:
         """[B, W] float32: what the critic reads beside the state."""
-        with torch.set_grad_enabled(self.critic_trains_network and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.options.critic_trains_network and torch.is_grad_enabled()):
             if not self.reads_suffix:
                 return _mean_of(prefix)
             rows = len(state)
@@ -545,8 +519,23 @@ class Pi0(AdaptedPolicy):
         if reads_state and not spec.proprio_dim:
             raise PolicyError("the policy reads the robot's state: add 'proprio' to policy.reads")
 
-    def _read_units(self, asset: str, normalisation: str) -> StoredUnits:
-        spec, source = self.shown, self.source
+    def _choose_trained(self) -> bool:
+        """Hang adapters on the network or freeze what is not trained; True if the vision-language model is trained."""
+        options, network = self.options, self.network
+        if self.source.adapter is not None:
+            attach_saved(network, self.source.adapter, any_base=options.any_base)
+            trained = (name for name, parameter in network.named_parameters() if parameter.requires_grad)
+            return any(name.startswith(OF_THE_VLM) for name in trained)
+        if options.lora_rank:
+            attach(network, options.lora_rank, float(options.lora_alpha) or options.lora_rank, options.lora_parts)
+            return bool({"vlm", "vision"} & set(options.lora_parts))
+        for name, parameter in network.named_parameters():
+            parameter.requires_grad_(options.train == "all" or not name.startswith(OF_THE_VLM))
+        return options.train == "all"
+
+    def _read_units(self) -> StoredUnits:
+        """The units of the checkpoint's statistics. Where `normalisation` is auto, the options say afterwards which."""
+        spec, source, asset, normalisation = self.shown, self.source, self.options.asset, self.options.normalisation
         if self.layout == "lerobot" and (normalisation != AUTO or asset not in ("", DEMONSTRATIONS)):
             raise PolicyError(
                 f"normalisation and asset are of openpi's checkpoints, and the processors of {source.described} say "
@@ -567,27 +556,9 @@ class Pi0(AdaptedPolicy):
         if normalisation == AUTO:
             possible = normalisations(openpi_statistics(source.described, asset)[1])
             normalisation = possible[0] if len(possible) == 1 else openpi_default(self.sizes.adaptive)
-        self._architecture["normalisation"] = normalisation
+        self.options = replace(self.options, normalisation=normalisation)
         units = read_openpi(source.described, asset, quantile=normalisation == "quantile")
         return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
-
-
-def _named(source: Sources, checkpoint: str, adapter: str, saved: str) -> dict[str, str]:
-    """The options that name the folders again: those that were given, but for an adapter's that names its base."""
-    if source.adapter is not None and not adapter and not saved:
-        return {"checkpoint": str(source.weights), "adapter": str(source.adapter)}
-    return {"checkpoint": str(Path(checkpoint).resolve()), "adapter": str(Path(adapter).resolve()) if adapter else ""}
-
-
-def _steps(source: Sources) -> int:
-    """Steps of the integration, from LeRobot's config.json. Raises `PolicyError`."""
-    for name in ("num_inference_steps", "num_steps"):
-        said = source.config.get(name, 10)
-        if type(said) is not int or not 1 <= said <= MOST_STEPS:
-            raise PolicyError(f"{source.described / CONFIG}: {name} is {shown(said)}, and is of 1 to {MOST_STEPS}")
-        if name in source.config:
-            return said
-    return 10
 
 
 def _with_relative(source: Sources, said: Transforms, action_dim: int) -> Transforms:

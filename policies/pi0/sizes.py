@@ -22,8 +22,7 @@ from policies.files import write_json
 from policies.pi0.config import ARCHITECTURE, CONFIG, VisionSizes
 from policies.pi0.inputs import TOKENIZER
 from policies.pi0.mixture import StackSizes
-from policies.pi0.names import dtype_of
-from policies.pi0.network import Pi0Network
+from policies.pi0.network import Pi0Network, dtype_of
 from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw
 from policies.registry import nearest
 

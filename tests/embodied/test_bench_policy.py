@@ -22,9 +22,9 @@ from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main
 from embodied.learning.update import LossSums, MicroBatchLoss, read_losses
 from policies.openvla import sizes
-from policies.openvla.base import TokenPolicy
 from policies.openvla.config import read_config
 from policies.openvla.model import build_empty, load_model
+from policies.openvla.policy import TokenPolicy
 from policies.pi0.policy import Pi0
 from policies.random_weights import INSTRUCTION
 from tests.variants import often

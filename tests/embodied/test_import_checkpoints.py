@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from embodied import cli
+from embodied.demonstrations.importing.formats import format_of
 from embodied.demonstrations.mixture import open_dataset
-from embodied.demonstrations.sources import format_of
 from embodied.errors import UserError
 from policies.files import Shards
 from tests.policies.pi0.cases import GOLDEN

@@ -22,7 +22,7 @@ from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from policies.contract import Policy
-from policies.openvla.statistics import DEMONSTRATIONS
+from policies.openvla.normalisation import DEMONSTRATIONS
 from tests.embodied.expert import record_reach
 from tests.variants import often
 

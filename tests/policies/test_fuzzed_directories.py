@@ -13,9 +13,8 @@ import pytest
 
 import policies
 from policies import Policy, PolicyError, PolicySpec
-from policies.pi0.features import check_numbers, ordered
-from policies.pi0.sources import find_sources
-from policies.pi0.units import read_lerobot
+from policies.pi0.checkpoint import check_numbers, find_sources, ordered
+from policies.pi0.normalisation import read_lerobot
 from policies.registry import check, policy_class
 from policies.scripted.replay import save_recording
 from tests.fuzzing.folders import Damaged

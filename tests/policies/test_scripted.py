@@ -13,10 +13,9 @@ from scipy.spatial.transform import Rotation
 
 import policies
 from policies import Inputs, Policy, PolicyError, PolicySpec
-from policies.scripted.libero import SCRIPTS
+from policies.scripted.libero import SCRIPTS, Approach, Pose
 from policies.scripted.replay import save_recording
 from policies.scripted.scene import Scene, rotated, turn_between, turned
-from policies.scripted.steps import Approach, Pose
 from tests.policies import conformance
 
 LAWS = [

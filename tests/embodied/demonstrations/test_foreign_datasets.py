@@ -20,8 +20,9 @@ import pytest
 from PIL import Image
 
 from embodied.demonstrations import Dataset, DatasetError, data_files
+from embodied.demonstrations import frames as camera_frames
 from embodied.demonstrations.data_files import read_ahead
-from embodied.demonstrations.reader import PictureFrames
+from embodied.demonstrations.frames import PictureFrames
 from tests.embodied.demonstrations.examples import FOREIGN
 from tests.embodied.demonstrations.foreign import (
     LEROBOT,
@@ -377,8 +378,6 @@ def test_strange_features_and_missing_columns_matter_to_those_who_ask(tmp_path: 
     for name, said in (("odd", r"info.json: features.odd.shape"), ("gone", r"file-000.parquet has 0 columns 'gone'")):
         with pytest.raises(DatasetError, match=said):
             dataset.column(name)
-    with pytest.raises(DatasetError, match=r"stats.json is missing"):
-        assert dataset.statistics
 
 
 @pytest.mark.parametrize("name", ["action", "observation.state"])
@@ -418,7 +417,6 @@ def test_features_take_other_names(tmp_path: Path) -> None:
     assert np.array_equal(dataset.column("look"), expected.column("gaze"))
     assert np.array_equal(dataset.frames("wrist", [3, 9]), expected.frames("observation.still", [3, 9]))
     assert np.array_equal(dataset.frames("front", [3, 9]), expected.frames("top", [3, 9]))
-    assert dataset.statistics.keys() == dataset.features.keys() - {"note"}
     swapped = Dataset(FOREIGN, rename={"action": "observation.state", "observation.state": "action"})
     assert np.array_equal(swapped.column("action"), expected.column("observation.state"))
 
@@ -600,8 +598,8 @@ def test_a_minibatch_unpacks_the_row_groups_that_it_needs(
     kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, into memory as far as it may hold them, and a file beyond."""
-    monkeypatch.setattr(data_files, "KEPT_BYTES", kept_bytes)
-    monkeypatch.setattr(data_files.Pictures, "_kept", 0)
+    monkeypatch.setattr(camera_frames, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(camera_frames.Pictures, "_kept", 0)
     folder = copy(tmp_path / "data")
     for path in (folder / "data").rglob("*.parquet"):
         pq.write_table(pq.ParquetFile(path).read(), path, row_group_size=2)
@@ -614,19 +612,19 @@ def test_a_minibatch_unpacks_the_row_groups_that_it_needs(
     for rows in ([4, 10], range(15), [14, 3, 3]):
         frames = dataset.frames("observation.still", rows)
         assert np.array_equal(frames, expected.frames("observation.still", rows))
-    assert len(pictures._done) == 8 and data_files.Pictures._kept <= kept_bytes + 4096
+    assert len(pictures._done) == 8 and camera_frames.Pictures._kept <= kept_bytes + 4096
     assert (pictures._file is None) == (kept_bytes == 2**30)
 
 
 def test_what_pictures_take_in_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # datasets of other tests give back what they kept
-    monkeypatch.setattr(data_files.Pictures, "_kept", 0)
+    monkeypatch.setattr(camera_frames.Pictures, "_kept", 0)
     dataset = Dataset(FOREIGN)
     dataset.frames("observation.still", range(15))
-    assert data_files.Pictures._kept > 0
+    assert camera_frames.Pictures._kept > 0
     del dataset
     gc.collect()
-    assert data_files.Pictures._kept == 0
+    assert camera_frames.Pictures._kept == 0
 
 
 @pytest.mark.parametrize("source", [FOREIGN, LEROBOT / "v21"])
@@ -698,23 +696,3 @@ def test_meta_embodied_of_another_dataset_is_said(written: Dataset, tmp_path: Pa
     folder = copy(tmp_path / "data")
     shutil.copy(written.folder / "meta/embodied.json", folder / "meta")
     assert "describes a recording of `embodied record`, and the data are none" in Dataset(folder).notes[0]
-
-
-def test_statistics_of_version_21_are_put_together() -> None:
-    old, new = (Dataset(LEROBOT / name).statistics for name in ("v21", "v20"))
-    dataset = Dataset(LEROBOT / "v21")
-    for name in ("action", "observation.state", "next.reward"):
-        rows = dataset.column(name).reshape(len(dataset), -1).astype(np.float64)
-        for key, value in {"min": rows.min(0), "max": rows.max(0), "mean": rows.mean(0), "std": rows.std(0)}.items():
-            assert np.allclose(old[name][key], value, atol=1e-6), (name, key)
-        assert old[name]["count"] == [len(dataset)]
-    assert new.keys() == old.keys()
-
-
-def test_statistics_of_truths_are_numbers(tmp_path: Path) -> None:
-    """LeRobot 0.4 writes the smallest and the largest of a column of truths as truths."""
-    path = shutil.copytree(FOREIGN, tmp_path / "data") / "meta/stats.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"next.done": {"min": [False], "max": [True], "mean": [0.2]}}))
-    found = Dataset(path.parents[1]).statistics["next.done"]
-    assert found["min"].tolist() == [0.0] and found["max"].tolist() == [1.0]

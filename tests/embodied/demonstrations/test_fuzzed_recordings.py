@@ -12,8 +12,8 @@ import h5py
 import numpy as np
 import pytest
 
-from embodied.demonstrations.recordings import kind_of, open_recording
-from embodied.demonstrations.sources import recognised
+from embodied.demonstrations.importing.formats import recognised
+from embodied.demonstrations.importing.hdf5 import kind_of, open_recording
 from embodied.errors import UserError
 from sim_farm.contract import FarmError
 from tests.fuzzing.folders import Damaged

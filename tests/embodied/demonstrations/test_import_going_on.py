@@ -18,9 +18,9 @@ from embodied import cli
 from embodied.commands.importing import run
 from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError
+from embodied.demonstrations.importing.formats import ImportRequest, Observations, import_command
+from embodied.demonstrations.importing.hdf5 import ManiSkillFile
 from embodied.demonstrations.mixture import open_dataset
-from embodied.demonstrations.recordings import ManiSkillFile
-from embodied.demonstrations.sources import ImportRequest, Observations, import_command
 from embodied.errors import UserError
 from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError, TaskSpec

@@ -17,7 +17,7 @@ from embodied import cli
 from embodied.commands.importing import run as import_recording
 from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset
-from embodied.demonstrations.sources import ImportRequest, Observations, format_of, import_command, moving
+from embodied.demonstrations.importing.formats import ImportRequest, Observations, format_of, import_command, moving
 from embodied.errors import UserError
 from sim_farm.client.replay import Replayer
 from sim_farm.contract import FarmError

@@ -14,9 +14,9 @@ import pytest
 from embodied.commands.importing import run
 from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset, DatasetError
-from embodied.demonstrations.importer import chosen
-from embodied.demonstrations.recordings import RobosuiteFile, kind_of
-from embodied.demonstrations.sources import ImportRequest, Observations
+from embodied.demonstrations.importing.formats import ImportRequest, Observations
+from embodied.demonstrations.importing.hdf5 import RobosuiteFile, kind_of
+from embodied.demonstrations.importing.hdf5_importer import chosen
 from embodied.errors import UserError
 from tests import libero_assets
 

@@ -18,8 +18,8 @@ from embodied.cli import main
 from embodied.config.files import parse_config
 from embodied.config.schema import Config, SFTConfig
 from embodied.demonstrations import Dataset
-from embodied.demonstrations.inspection import Environment, Inspection, dimension, inspected, observed
-from embodied.demonstrations.inspection_report import text
+from embodied.demonstrations.findings import Environment, dimension, observed
+from embodied.demonstrations.inspection import Inspection, inspected, text
 from embodied.demonstrations.layout import Feature
 from embodied.demonstrations.mixture import (
     SHIPPED,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies import Inputs, PolicySpec, build
-from policies.openvla.statistics import Statistics, choose_statistics, read_datasets
+from policies.openvla.normalisation import Statistics, choose_statistics, read_datasets
 from tests.policies import conformance
 
 GOLDEN = Path(__file__).parents[2] / "golden"

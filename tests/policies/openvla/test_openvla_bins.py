@@ -12,7 +12,7 @@ import torch
 
 import policies
 from policies import Inputs, PolicyError, PolicySpec
-from policies.openvla.base import action_of, token_of
+from policies.openvla.action_tokens import action_of, token_of
 
 SMALL = Path(__file__).resolve().parents[3] / "assets/openvla_small"
 SPEC = PolicySpec(3, cameras=("front",), image_size=56)

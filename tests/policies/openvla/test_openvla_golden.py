@@ -8,12 +8,11 @@ from torch.nn import functional
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.base import action_of, token_of
+from policies.openvla.action_tokens import action_of, decode, score, token_of
 from policies.openvla.config import read_config
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import load_model, to_checkpoint
 from policies.openvla.prompts import Prompts
-from policies.openvla.sampling import decode, score
 from tests.policies.openvla.cases import INSTRUCTIONS, OPENVLA, error, golden, statistics_of
 
 GOLDEN = golden(OPENVLA)

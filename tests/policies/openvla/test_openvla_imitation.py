@@ -9,7 +9,7 @@ import torch
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.base import action_of, token_of
+from policies.openvla.action_tokens import action_of, token_of
 from policies.openvla.config import BINS
 from tests.policies import conformance
 from tests.policies.openvla.cases import (

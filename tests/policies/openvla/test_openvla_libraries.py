@@ -2,10 +2,10 @@
 
 import torch
 
+from policies.openvla.action_tokens import choose, decode, score
 from policies.openvla.config import TOWERS, read_config
 from policies.openvla.model import OpenVLAModel, build_tower, from_checkpoint, load_model
 from policies.openvla.oft import chunk_states
-from policies.openvla.sampling import choose, decode, score
 from tests.policies.openvla.cases import error
 
 

@@ -7,11 +7,10 @@ import torch
 
 import policies
 from policies import Inputs, PolicySpec
-from policies.openvla.base import action_of
+from policies.openvla.action_tokens import action_of, score
 from policies.openvla.config import read_config
 from policies.openvla.model import load_model
 from policies.openvla.oft import chunk_states
-from policies.openvla.sampling import score
 from tests.policies.openvla.cases import OFT, OFT_INSTRUCTIONS, error, golden, statistics_of
 
 GOLDEN = golden(OFT)

@@ -8,7 +8,7 @@ import torch
 
 import policies
 from policies import Policy, PolicyError, PolicySpec
-from policies.openvla.sampling import choose, score
+from policies.openvla.action_tokens import choose, score
 from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, gripper_of, make, random_inputs
 from tests.variants import often

@@ -12,7 +12,7 @@ import torch
 
 import policies
 from policies import PolicyError
-from policies.openvla.statistics import DEMONSTRATIONS, STATISTICS, read_datasets
+from policies.openvla.normalisation import DEMONSTRATIONS, STATISTICS, read_datasets
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, error, gripper_of, make, random_inputs
 from tests.policies.openvla.tiny import write_tiny
 

@@ -6,8 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import policies
 from policies import Inputs, PolicySpec
+from policies.pi0.network import Pi0Network, Prefix
 from tests.policies import conformance
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -26,3 +30,17 @@ def make(family: str, spec: PolicySpec = SPEC, **options: Any) -> Any:
 def inputs_of(spec: PolicySpec, rows: int, seed: int) -> Inputs:
     found = conformance.random_inputs(spec, rows, seed)
     return replace(found, instruction=tuple(TEXTS[row % 2] for row in range(rows)))
+
+
+def velocity(network: Pi0Network, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Tensor:
+    """[B, H, A] float32 at x [B, H, A] and times [B]."""
+    return network.velocity_of(network.suffix(prefix, state, x, t))
+
+
+def sample(network: Pi0Network, prefix: Prefix, state: Tensor, noise: Tensor, steps: int) -> Tensor:
+    """The chunk [B, H, A] to which Euler's method takes the noise in so many steps."""
+    x = noise
+    for step in range(steps):
+        t = torch.full((len(x),), 1 - step / steps, device=x.device)
+        x = x - velocity(network, prefix, state, x, t) / steps
+    return x

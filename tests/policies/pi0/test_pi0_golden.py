@@ -14,12 +14,12 @@ from torch import Tensor
 from policies import denoising
 from policies.contract import PolicyError
 from policies.layers import gaussian_log_prob, time_embedding
-from policies.pi0.files import load_network, save_network
+from policies.pi0.checkpoint import load_network, save_network
 from policies.pi0.inputs import Prompts, pixel_values
 from policies.pi0.mixture import positions_of
-from policies.pi0.names import UNUSED, own_name, stored_name
-from policies.pi0.network import Observation, Pi0Network, Prefix
-from policies.pi0.units import read_lerobot, read_openpi
+from policies.pi0.network import UNUSED, Observation, Pi0Network, Prefix, own_name, stored_name
+from policies.pi0.normalisation import read_lerobot, read_openpi
+from tests.policies.pi0.cases import sample, velocity
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -59,7 +59,7 @@ class Case:
 
     def velocity(self, x: Tensor, t: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.network.velocity(self.prefix, self.seen.state, x, t)
+            return velocity(self.network, self.prefix, self.seen.state, x, t)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -181,7 +181,7 @@ def test_velocity_where_each_row_has_its_own_time(case: Case) -> None:
 @pytest.mark.parametrize("steps", [1, 3, 10])
 def test_sampled_chunks(case: Case, steps: int) -> None:
     with torch.no_grad():
-        found = case.network.sample(case.prefix, case.seen.state, case["noise"], steps)
+        found = sample(case.network, case.prefix, case.seen.state, case["noise"], steps)
     close(found, case[f"sample.N{steps}"], 3e-4, 0)
     if steps == 10:
         units = read_openpi(case.folder / "checkpoint", "", quantile=case.family == "pi05")
@@ -244,14 +244,14 @@ def test_pixels_of_an_absent_camera_do_not_matter(case: Case) -> None:
     blank = Observation(pixels, case.seen.present, case.seen.tokens, case.seen.counted, case.seen.state)
     x, t = case["mixed.x_t"], case["mixed.time"]
     with torch.no_grad():
-        found = case.network.velocity(case.network.prefix(blank), blank.state, x, t)
+        found = velocity(case.network, case.network.prefix(blank), blank.state, x, t)
     assert torch.equal(found, case.velocity(x, t))
 
 
 def test_the_integration_leaves_the_cache_as_it_is(case: Case) -> None:
     before = [t.clone() for t in (*case.prefix.cache.keys, *case.prefix.cache.values)]
     with torch.no_grad():
-        case.network.sample(case.prefix, case.seen.state, case["noise"], 3)
+        sample(case.network, case.prefix, case.seen.state, case["noise"], 3)
     after = (*case.prefix.cache.keys, *case.prefix.cache.values)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -261,7 +261,7 @@ def test_rows_do_not_meet(case: Case) -> None:
     alone = Observation(*(getattr(seen, name)[1:] for name in ("pixels", "present", "tokens", "counted", "state")))
     x, t = case["mixed.x_t"], case["mixed.time"]
     with torch.no_grad():
-        found = case.network.velocity(case.network.prefix(alone), alone.state, x[1:], t[1:])
+        found = velocity(case.network, case.network.prefix(alone), alone.state, x[1:], t[1:])
     close(found, case.velocity(x, t)[1:], 1e-5)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from policies import Inputs, Policy, PolicyError, PolicySpec
 from tests.policies import conformance
-from tests.policies.pi0.cases import DELTA, GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make
+from tests.policies.pi0.cases import DELTA, GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make, sample, velocity
 from tests.variants import often
 
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
@@ -63,7 +63,7 @@ def silent(policy: Any) -> list[str]:
     """Parameters without a gradient: those that are frozen, and those that no output of `evaluate` depends on. Of the
     last layer only keys and values reach the expert; the summary, through which the rest is seen, has no gradient
     unless the critic trains the network."""
-    if policy.critic_trains_network:
+    if policy.options.critic_trains_network:
         return []
     last = f"network.mixture.vlm.layers.{policy.sizes.vlm.depth - 1}."
     parts = ("self_attn.q_proj", "self_attn.o_proj", "mlp.", "post_attention_layernorm")
@@ -107,7 +107,7 @@ def test_the_mode_is_what_openpi_samples_from_no_noise(family: str) -> None:
     with torch.no_grad():
         seen = policy._observation(inputs)
         prefix = policy.network.prefix(seen)
-        x = policy.network.sample(prefix, seen.state, torch.zeros(3, 6, 8), 10)
+        x = sample(policy.network, prefix, seen.state, torch.zeros(3, 6, 8), 10)
     expected = policy.units.action.unnormalise(x[..., :7]).float()
     assert (policy.act(inputs, None).chunk - expected).abs().max() < 1e-5
 
@@ -127,7 +127,7 @@ def test_a_camera_that_is_left_out_is_one_that_is_masked(family: str) -> None:
             present=torch.tensor([[True, True, False]]).expand(3, -1),
         )
         left_out, masked = (
-            policy.network.velocity(policy.network.prefix(seen), two.state, x, t) for seen in (two, three)
+            velocity(policy.network, policy.network.prefix(seen), two.state, x, t) for seen in (two, three)
         )
     assert (left_out - masked).abs().max() < 1e-5
 

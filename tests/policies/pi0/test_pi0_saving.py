@@ -17,8 +17,8 @@ import policies
 from policies import PolicyError, PolicySpec, load, save
 from policies.checkpoint import load_into
 from policies.pi0 import sizes
+from policies.pi0.checkpoint import load_network, save_directory
 from policies.pi0.config import own_sizes
-from policies.pi0.files import load_network, save_directory
 from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies import PolicyError, load, save
+from policies.pi0.normalisation import read_lerobot
 from policies.pi0.policy import Pi0
-from policies.pi0.steps import POST, PRE, Relative
-from policies.pi0.units import read_lerobot
+from policies.pi0.processors import POST, PRE, Relative
 from tests.policies import conformance
-from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make
+from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make, velocity
 
 Json = dict[str, Any]
 Change = Callable[[Path], Any]
@@ -263,7 +263,7 @@ def test_the_side_on_which_prompts_are_filled_up_does_not_matter(side: str, fold
     assert length < seen.tokens.shape[1]
     x, t = torch.zeros(2, 6, 8), torch.full((2,), 0.7)
     with torch.no_grad():
-        one, other = (policy.network.velocity(policy.network.prefix(each), seen.state, x, t) for each in (seen, moved))
+        one, other = (velocity(policy.network, policy.network.prefix(each), seen.state, x, t) for each in (seen, moved))
     assert (one - other).abs().max() < 1e-5
 
 

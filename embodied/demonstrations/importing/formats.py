@@ -82,8 +82,8 @@ class Format:
     recognises: Callable[[Path], bool]
     """True for a path that holds this format. Reads little, raises nothing, whatever lies there."""
     importer: str
-    """Module with the function `import_source(args)`, which takes an `ImportRequest` and returns the result as
-    plain data. It is imported when a source of this format is imported."""
+    """Module of this folder with the function `import_source(request)`, which takes an `ImportRequest` and returns the
+    result as plain data. It is imported when a source of this format is imported."""
     options: tuple[str, ...] = REPLAYED
     """Fields of the `ImportRequest` that the importer takes, beside `source`, `out` and `json`."""
     is_dataset: bool = True
@@ -92,14 +92,14 @@ class Format:
 
 def _hdf5(kind: str) -> Callable[[Path], bool]:
     def recognises(path: Path) -> bool:
-        module = importlib.import_module("embodied.demonstrations.recordings")
+        module = importlib.import_module("embodied.demonstrations.importing.hdf5")
         return module.kind_of(path) == kind
 
     return recognises
 
 
 def _rlds(path: Path) -> bool:
-    return importlib.import_module("embodied.demonstrations.rlds").recognises(path)
+    return importlib.import_module("embodied.demonstrations.importing.rlds").recognises(path)
 
 
 def _shards(path: Path) -> bool:
@@ -107,14 +107,13 @@ def _shards(path: Path) -> bool:
 
 
 FORMATS = (
-    Format("ManiSkill's trajectories (.h5 with its .json)", _hdf5("maniskill"), "embodied.demonstrations.importer"),
-    Format("LIBERO's demonstrations (.hdf5)", _hdf5("libero"), "embodied.demonstrations.importer"),
-    Format("robomimic's demonstrations of LIBERO tasks (.hdf5)", _hdf5("robomimic"),
-           "embodied.demonstrations.importer"),
-    Format("RLDS (a folder with dataset_info.json and features.json)", _rlds, "embodied.demonstrations.rlds_importer",
+    Format("ManiSkill's trajectories (.h5 with its .json)", _hdf5("maniskill"), "hdf5_importer"),
+    Format("LIBERO's demonstrations (.hdf5)", _hdf5("libero"), "hdf5_importer"),
+    Format("robomimic's demonstrations of LIBERO tasks (.hdf5)", _hdf5("robomimic"), "hdf5_importer"),
+    Format("RLDS (a folder with dataset_info.json and features.json)", _rlds, "rlds_importer",
            ("episodes", "drop_idle", "only_successes", "fps", "action")),
-    Format("weights of RLinf (full_weights.pt) or verl (model_world_size_N_rank_R.pt)", _shards,
-           "embodied.demonstrations.checkpoint_importer", ("base",), is_dataset=False),
+    Format("weights of RLinf (full_weights.pt) or verl (model_world_size_N_rank_R.pt)", _shards, "shards_importer",
+           ("base",), is_dataset=False),
 )
 """Tried in this order."""
 

@@ -117,7 +117,7 @@ class Statistics(nn.Module):
 
 
 def identity(action_dim: int, proprio_dim: int) -> Statistics:
-    """Those of demonstrations before there are any: units are those of the network, -1..1."""
+    """Statistics of demonstrations before there are any: units are those of the network, -1..1."""
     ones, proprio = (torch.ones(size, dtype=torch.float64) for size in (action_dim, proprio_dim))
     return Statistics(DEMONSTRATIONS, -ones, ones, ones.bool(), (-proprio, proprio))
 
@@ -135,7 +135,7 @@ def read_datasets(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_adapters(datasets: Mapping[str, Any], adapter: Path) -> dict[str, Any]:
-    """Those of a base and, winning over them, those that an adapter of it was trained with."""
+    """Statistics of a base and, winning over them, those that an adapter of it was trained with."""
     own = read_json(adapter / STATISTICS) if (adapter / STATISTICS).exists() else {}
     return {**datasets, **own}
 

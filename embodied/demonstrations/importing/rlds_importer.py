@@ -27,9 +27,9 @@ from PIL import Image
 from rich import print as show
 
 from embodied.demonstrations import layout
+from embodied.demonstrations.importing.formats import ImportRequest, moving, numbered
+from embodied.demonstrations.importing.rlds import AGAIN, FEATURES, RLDS, Record, Spec, text
 from embodied.demonstrations.layout import DatasetError, Feature
-from embodied.demonstrations.rlds import AGAIN, FEATURES, RLDS, Record, Spec, text
-from embodied.demonstrations.sources import ImportRequest, moving, numbered
 from embodied.demonstrations.writer import Episode, EpisodesWriter, new_folder
 from embodied.errors import UserError, shown
 from embodied.reporting.live import steps as progress

@@ -8,7 +8,7 @@ from typing import Any
 from rich import print as show
 from rich.markup import escape
 
-from embodied.demonstrations.sources import ImportRequest
+from embodied.demonstrations.importing.formats import ImportRequest
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
 from embodied.hub import checkpoint_folder

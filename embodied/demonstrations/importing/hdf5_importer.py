@@ -17,9 +17,9 @@ import numpy.typing as npt
 from rich import print as show
 
 from embodied.config.schema import Config, EnvConfig
+from embodied.demonstrations.importing.formats import IDLE_NORM, ImportRequest, moving, numbered
+from embodied.demonstrations.importing.hdf5 import RecordingFile, open_recording
 from embodied.demonstrations.layout import DatasetError
-from embodied.demonstrations.recordings import RecordingFile, open_recording
-from embodied.demonstrations.sources import IDLE_NORM, ImportRequest, moving, numbered
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError, nearest
 from embodied.execution.session import in_order, open_session, replayers_of

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from policies.contract import PolicyError
 from policies.files import CONFIG, read_json, read_tensors, shown, write_json, write_tensors
-from policies.pi0.steps import ACTION, POST, PRE, STATE, Mode, Normaliser, Step, check_modes, read_processors
+from policies.pi0.processors import ACTION, POST, PRE, STATE, Mode, Normaliser, Step, check_modes, read_processors
 
 Normalisation = Literal["z-score", "quantile"]
 """openpi's ways, of which the training's configuration has one; no file says which."""
@@ -51,7 +51,7 @@ class Units:
     centre: Tensor
     """[D] float64, or [] where it is the same for any D."""
     scale: Tensor
-    """The same, none of them 0."""
+    """[D] or [] float64, none of them 0."""
 
     def normalise(self, x: Tensor) -> Tensor:
         """[.., D] to float64."""

@@ -1,0 +1,1 @@
+"""Recordings and checkpoints of other projects, converted to this project's layouts: `embodied import`."""
