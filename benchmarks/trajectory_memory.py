@@ -20,8 +20,7 @@ import torch
 import tyro
 
 from embodied.bench.settings import show_and_write
-from embodied.trajectories.assembly import Decision, assemble, table_of_decisions
-from embodied.trajectories.batch import join_inputs
+from embodied.trajectories.batch import Decision, assemble, join_inputs, table_of_decisions
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from policies.contract import Action, Inputs
 from sim_farm.shared_memory.frame_memory import FrameMemory

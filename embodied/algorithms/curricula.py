@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from embodied.errors import CheckpointError
-from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.batch import EndedEpisode
 from sim_farm.episodes import Float64
 
 

@@ -20,8 +20,7 @@ from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.background_writer import Written
 from embodied.run.checkpoint import RunState
 from embodied.trajectories.batch import Trajectories
-from embodied.trajectories.memory import MemoryLayout, TrajectoryMemory
-from embodied.trajectories.remote_frames import FrameReader
+from embodied.trajectories.memory import FrameReader, MemoryLayout, TrajectoryMemory
 from policies.contract import Policy
 
 

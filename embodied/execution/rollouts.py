@@ -232,7 +232,7 @@ class TrajectoryDelivery:
         if not any(self.far):
             return self.learner.pipe(LearnerRole.receive, source, produce, iteration)
         made = source.submit(produce)
-        reader = None if self.source is None else RemoteFrames(self.source.handles[0].caller())
+        reader = None if self.source is None else FrameSourceReader(self.source.handles[0].caller())
         remote = self.rollout_worker.submit(RolloutRole.without_memory, made, reader)
         each = [(remote if away else made, iteration) for away in self.far]
         return self.learner.submit_scattered(LearnerRole.receive, each)
@@ -271,7 +271,7 @@ class FrameSource:
 
 
 @dataclass(frozen=True)
-class RemoteFrames:
+class FrameSourceReader:
     """`FrameReader` of a rank on another machine, through the frame source. Raises as `Caller` does."""
 
     source: Caller

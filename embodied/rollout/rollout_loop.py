@@ -23,8 +23,7 @@ from torch import Tensor
 from embodied import progress
 from embodied.rollout.rollout_summary import Clock, workers_spans
 from embodied.run.trace import Span
-from embodied.trajectories.assembly import Decision, EndedEpisode, EpisodeSums
-from embodied.trajectories.batch import join_inputs, to_inputs
+from embodied.trajectories.batch import Decision, EndedEpisode, EpisodeSums, join_inputs, to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.context import WorkerContext, bootstrap_of
 from policies.contract import Action, Inputs

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 
 from embodied.run.trace import Span
-from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.batch import EndedEpisode
 from embodied.trajectories.memory import FrameCounts
 from sim_farm.client.observations import Observations
 from sim_farm.shared_memory.layout import FarmSpec

@@ -24,10 +24,17 @@ from embodied.errors import CheckpointError
 from embodied.learning.offload import Switch
 from embodied.rollout.rollout_loop import EnvironmentGroup, PolicyClient, RolloutLoop, RolloutSettings
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
-from embodied.trajectories.assembly import EndedEpisode, assemble, table_of_decisions, table_of_episodes
-from embodied.trajectories.batch import Trajectories, join_columns, join_inputs, to_inputs
-from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
-from embodied.trajectories.remote_frames import FrameReader
+from embodied.trajectories.batch import (
+    EndedEpisode,
+    Trajectories,
+    assemble,
+    join_columns,
+    join_inputs,
+    table_of_decisions,
+    table_of_episodes,
+    to_inputs,
+)
+from embodied.trajectories.memory import FrameCounts, FrameReader, TrajectoryMemory
 from policies.contract import Inputs
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations

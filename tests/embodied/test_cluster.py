@@ -28,7 +28,7 @@ from embodied.errors import UserError
 from embodied.execution import rollouts
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.iteration import start_run
-from embodied.execution.rollouts import RemoteFrames
+from embodied.execution.rollouts import FrameSourceReader
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
@@ -163,7 +163,7 @@ def test_replicas_and_ranks_on_another_machine_learn_what_one_process_learns(
 
 
 @dataclass(frozen=True)
-class Recorded(RemoteFrames):
+class Recorded(FrameSourceReader):
     """Writes down, in the process of the rank, which rows are fetched."""
 
     folder: Path
@@ -201,7 +201,7 @@ def test_far_ranks_fetch_the_frames_that_they_evaluate_once(
 
     near, far = (replace(of_two_ranks(machines, node), ahead=ahead) for node in ("", "far"))
     expected = test_learner_ranks.run(settings, session, near, tmp_path / "near")
-    monkeypatch.setattr(rollouts, "RemoteFrames", recorded)
+    monkeypatch.setattr(rollouts, "FrameSourceReader", recorded)
     found = test_learner_ranks.run(settings, session, far, tmp_path / "far")
     assert_equal(found, expected)
     assert len(folders) == len(found.iterations) == 3

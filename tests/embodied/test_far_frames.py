@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.execution.rollouts import FrameSource, RemoteFrames
-from embodied.trajectories import remote_frames
+from embodied.execution.rollouts import FrameSource, FrameSourceReader
+from embodied.trajectories import memory as trajectory_memory
 from embodied.trajectories.batch import join_columns
-from embodied.trajectories.remote_frames import FarFrames, FrameShape
+from embodied.trajectories.memory import FrameShape, RemoteFrames
 from tests.embodied.test_policy_worker import ENVS, Watcher, worker
 from tests.embodied.test_trajectory_memory import WATCHED, assert_same
 
@@ -39,7 +39,7 @@ def assert_shown(found: dict[str, Tensor], rows: list[int]) -> None:
 
 def test_what_is_there_is_not_fetched_again() -> None:
     reader = Reader()
-    frames = FarFrames(reader, SHAPE, torch.arange(50, 60))
+    frames = RemoteFrames(reader, SHAPE, torch.arange(50, 60))
     assert_shown(frames.at(torch.tensor([3, 1, 3])), [53, 51, 53])
     assert_shown(frames.at(torch.tensor([9, 1])), [59, 51])
     assert_shown(frames.at(torch.tensor([3])), [53])
@@ -49,10 +49,10 @@ def test_what_is_there_is_not_fetched_again() -> None:
 
 def test_parts_are_joined_with_what_they_have_fetched() -> None:
     reader = Reader()
-    first, second = (FarFrames(reader, SHAPE, torch.arange(begin, begin + 4)) for begin in (10, 70))
+    first, second = (RemoteFrames(reader, SHAPE, torch.arange(begin, begin + 4)) for begin in (10, 70))
     first.at(torch.tensor([2]))
     second.at(torch.tensor([0]))
-    whole = FarFrames.joined([pickle.loads(pickle.dumps(first)), second])
+    whole = RemoteFrames.joined([pickle.loads(pickle.dumps(first)), second])
     whole._reader = reader
     assert_shown(whole.at(torch.arange(8)), [10, 11, 12, 13, 70, 71, 72, 73])
     assert reader.asked == [[12], [70], [10, 11, 13, 71, 72, 73]]
@@ -60,11 +60,11 @@ def test_parts_are_joined_with_what_they_have_fetched() -> None:
 
 def test_no_call_fetches_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
-    monkeypatch.setattr(remote_frames, "CALL_BYTES", 3 * SHAPE.nbytes + 1)
-    assert_shown(FarFrames(reader, SHAPE, torch.arange(7)).at(torch.arange(7)), list(range(7)))
+    monkeypatch.setattr(trajectory_memory, "CALL_BYTES", 3 * SHAPE.nbytes + 1)
+    assert_shown(RemoteFrames(reader, SHAPE, torch.arange(7)).at(torch.arange(7)), list(range(7)))
     assert reader.asked == [[0, 1, 2], [3, 4, 5], [6]]
-    monkeypatch.setattr(remote_frames, "CALL_BYTES", 1)
-    assert_shown(FarFrames(reader, SHAPE, torch.arange(2)).at(torch.arange(2)), [0, 1])
+    monkeypatch.setattr(trajectory_memory, "CALL_BYTES", 1)
+    assert_shown(RemoteFrames(reader, SHAPE, torch.arange(2)).at(torch.arange(2)), [0, 1])
     assert reader.asked[3:] == [[0], [1]]
 
 
@@ -93,9 +93,9 @@ def test_trajectories_sent_to_another_machine_are_those_of_the_memory() -> None:
         batch = made.trajectories()
         caller: Any = Straight(FrameSource())
         caller.source.use(made.memory)
-        whole = batch.without_memory(RemoteFrames(caller))
+        whole = batch.without_memory(FrameSourceReader(caller))
         for _ in range(2):
             assert_same(whole, batch)
         assert len(set(caller.rows)) == len(caller.rows) == 8 * ENVS
         parts = [batch.columns(first, last) for first, last in ((0, 1), (1, ENVS))]
-        assert_same(join_columns([part.without_memory(RemoteFrames(caller)) for part in parts]), batch)
+        assert_same(join_columns([part.without_memory(FrameSourceReader(caller)) for part in parts]), batch)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import policies
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings, rows_for_finals
-from embodied.trajectories.assembly import EndedEpisode
-from embodied.trajectories.batch import Trajectories
+from embodied.trajectories.batch import EndedEpisode, Trajectories
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.trajectories.random_streams import SamplingNoise
 from policies.contract import Action, Inputs, Policy, PolicySpec

@@ -15,7 +15,7 @@ from embodied.planning.run_plans import plan_run
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.training.preflight import check_run
-from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.batch import EndedEpisode
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
 ENV: dict[str, Any] = STATES["env"]  # type: ignore[assignment]

@@ -21,7 +21,7 @@ from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
 from embodied.training.preflight import check_run
-from embodied.trajectories.assembly import EndedEpisode
+from embodied.trajectories.batch import EndedEpisode
 from embodied.trajectories.memory import TrajectoryMemory
 from policies import PolicySpec
 from sim_farm.client.farm import Farm
