@@ -101,9 +101,9 @@ class Pi0Options:
 
         Raises `PolicyError` for a config.json with impossible steps, and for transforms or widths that cannot be.
         """
-        folders = (str(Path(folder).resolve()) if folder else folder for folder in (self.checkpoint, self.adapter))
-        checkpoint, adapter = folders
-        if source.adapter is not None and not adapter and not self.weights:  # named the adapter, which names its base
+        checkpoint, adapter = (_absolute(folder) for folder in (self.checkpoint, self.adapter))
+        if source.adapter is not None and not adapter and not self.weights:
+            # `checkpoint` is an adapter's folder, which names its base.
             checkpoint, adapter = str(source.weights), str(source.adapter)
         return replace(
             self,
@@ -121,6 +121,10 @@ class Pi0Options:
         numbers = {name: float(data[name]) for name in ("noise_level", "start_noise", "lora_alpha")}
         lists = {name: list(data[name]) for name in ("transforms", "noise_bounds", "lora_parts", "value_widths")}
         return data | numbers | lists
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).resolve()) if folder else ""
 
 
 def _steps(source: Sources) -> int:

@@ -251,13 +251,19 @@ class Pi0(AdaptedPolicy):
         executed = self._executed(torch.arange(numbers).view(1, self.sizes.horizon, -1)).flatten().tolist()
         assert options.steps is not None, "the checkpoint says it"
         self.denoising = Denoising(
-            numbers, options.steps, options.noise_level, options.scored, options.step_reduction, executed,
-            options.start_noise,
-        )  # fmt: skip
+            numbers,
+            options.steps,
+            options.noise_level,
+            scored=options.scored,
+            reduction=options.step_reduction,
+            executed=executed,
+            start_noise=options.start_noise,
+        )
         self.noise_dim = self.denoising.noise_dim
         learned = options.scored == "learned"
-        noise_net = NoiseNet(inner, self.sizes.action_dim, options.noise_bounds, NOISE_WIDTHS) if learned else None
-        self.noise_net = noise_net
+        self.noise_net = (
+            NoiseNet(inner, self.sizes.action_dim, options.noise_bounds, NOISE_WIDTHS) if learned else None
+        )
         self.reads_suffix = options.critic == "suffix"
         read = inner if self.reads_suffix else self.sizes.vlm.width
         self.value_head = mlp(read + self.sizes.action_dim, options.value_widths, 1, last_gain=1.0)

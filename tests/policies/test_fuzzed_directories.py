@@ -22,7 +22,7 @@ from tests.fuzzing.law import holds
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, OPENVLA, random_inputs
 from tests.policies.pi0.cases import GOLDEN, SPEC
 from tests.policies.pi0.test_pi0_adapters import described, peft_adapter
-from tests.policies.pi0.test_pi0_steps import relative, with_modes
+from tests.policies.pi0.test_pi0_processors import relative, with_modes
 
 STATES = PolicySpec(action_dim=3, chunk=2, state_dim=5)
 IMAGES = PolicySpec(action_dim=3, chunk=2, state_dim=5, proprio_dim=4, cameras=("front",), image_size=32)

@@ -16,7 +16,7 @@ from policies import PolicyError, load, load_into, save
 from policies.torchvision_operators import import_torchvision
 from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, SPEC, inputs_of, make
-from tests.policies.pi0.test_pi0_steps import POST, PRE, edit, step_of
+from tests.policies.pi0.test_pi0_processors import POST, PRE, edit, step_of
 
 import_torchvision()
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
