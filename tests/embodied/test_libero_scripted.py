@@ -119,6 +119,12 @@ def test_a_knocked_over_plan_is_tried_again(tmp_path: Path) -> None:
         assert result.success[-1]
 
 
+def test_a_task_without_a_script_is_refused() -> None:
+    with pytest.raises(PolicyError, match="no script for .*docs/scripted-policies.md"):
+        find_script(find_task("libero/libero_90/3").instruction)
+
+
+@pytest.mark.slow
 def test_a_task_without_script_ends_the_evaluation_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="no script for .*docs/scripted-policies.md"):
         evaluated(scripted(["libero/libero_90/3"], 1), tmp_path / "e")

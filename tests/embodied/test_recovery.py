@@ -32,7 +32,6 @@ DEADLINE_S = 12.0
 """Long enough for workers to import while two cores are busy; a stopped one costs so much, twice."""
 FAULTS = {
     "learner": {"worker": "learner", "phase": "finish", "kind": "kill", "nth": 3},
-    "policy": {"worker": "policy", "phase": "rollout", "kind": "raise", "nth": 4},
     "physics": {"worker": "physics 1", "phase": "step", "kind": "raise", "nth": 40},
 }
 MORE = [

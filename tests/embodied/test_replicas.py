@@ -152,6 +152,7 @@ def test_replicas_may_leave_the_memory(ray: Session, reference: Any, tmp_path: P
     assert not list((tmp_path / "ray").glob("unloaded-*")), "what was spilled is left behind"
 
 
+@pytest.mark.slow
 def test_replicas_with_weights_of_different_versions_are_refused(ray: Session, tmp_path: Path) -> None:
     config = parse_config(of(STATES, workflow="ppo"), "test")
     with (

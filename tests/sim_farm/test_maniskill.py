@@ -306,7 +306,7 @@ def test_episodes_that_are_rich_in_contacts_equal_stock_maniskill(stock: Stock) 
 
 @pytest.mark.parametrize("spec", (PUSH_CUBE, pytest.param(PEG, marks=pytest.mark.slow)), ids=name_of)
 def test_split_frames_equal_stock_maniskill(stock: Stock, spec: TaskSpec) -> None:
-    frames_equal_stock(stock, spec, seeds=[0, 1, 2], steps=5)
+    frames_equal_stock(stock, spec, seeds=[0, 1], steps=5)
 
 
 # --- a reused environment after bodies have come to rest
