@@ -22,7 +22,8 @@ from embodied.algorithms.curricula import StartCurriculum, TaskCurriculum
 from embodied.devices import Affinity
 from embodied.errors import CheckpointError
 from embodied.learning.offload import Switch
-from embodied.rollout.rollout_loop import EnvironmentGroup, PolicyClient, RolloutLoop, RolloutSettings
+from embodied.rollout.environment_groups import EnvironmentGroup
+from embodied.rollout.rollout_loop import PolicyClient, RolloutLoop, RolloutSettings
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.trajectories.batch import (
     EndedEpisode,
