@@ -1,4 +1,8 @@
-"""Curricula: the starts and tasks of training episodes, chosen by how often they were solved."""
+"""Curricula: the starts and tasks of training episodes, chosen by how often they were solved.
+
+`Curricula` has all of a run: a `StartCurriculum` for each task, and a `TaskCurriculum`, as far as the settings
+`rollout.curriculum` and `rollout.task_curriculum` ask for them.
+"""
 
 from __future__ import annotations
 
@@ -141,3 +145,74 @@ class TaskCurriculum:
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue from `state`. A checkpoint of another number of tasks, or without any, begins anew."""
         self._counts.load(state)
+
+
+# --- The curricula of a run.
+
+
+class Curricula:
+    """The curricula over the starts of each task, and the one over the tasks; none whose share is 0.
+
+    Episodes are counted when the next iteration begins, together, whatever the parts in which a rollout returned them.
+    """
+
+    def __init__(self, tasks: Sequence[str], starts: Sequence[int], *, share: float, task_share: float) -> None:
+        """`tasks` are the names of the run's tasks, `starts` their numbers of starts."""
+        self._tasks = tuple(tasks)
+        self._of_starts = [StartCurriculum(number, share) for number in starts] if share else []
+        self._of_tasks = TaskCurriculum(len(tasks), task_share) if task_share else None
+        self._decisions: tuple[int, ...] = ()
+        """Per task, as the curriculum over tasks gave them last."""
+        self._uncounted: list[EndedEpisode] = []
+
+    def note(self, ended: Sequence[EndedEpisode]) -> None:
+        """Keep the episodes that ended in a rollout, for the next `count`."""
+        self._uncounted += ended
+
+    def count(self) -> None:
+        """Count the episodes that were noted."""
+        if self._of_tasks is not None:
+            self._of_tasks.count(self._uncounted)
+        for task, curriculum in enumerate(self._of_starts):
+            curriculum.count([episode for episode in self._uncounted if episode.task == task])
+        self._uncounted = []
+
+    def shares(self) -> list[Float64]:
+        """Per task [S], the shares of its starts; empty without a curriculum over starts."""
+        return [curriculum.shares() for curriculum in self._of_starts]
+
+    def decisions(self, most: int) -> tuple[int, ...]:
+        """Decisions of each environment in the next rollout, per task: `most` without a curriculum over tasks."""
+        if self._of_tasks is None:
+            return (most,) * len(self._tasks)
+        self._decisions = self._of_tasks.decisions(most)
+        return self._decisions
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the curricula after a rollout; those over starts by task, where there are several."""
+        found: dict[str, float] = {}
+        for task, curriculum in zip(self._tasks, self._of_starts, strict=False):
+            suffix = f"/{task}" if len(self._tasks) > 1 else ""
+            found |= {name + suffix: figure for name, figure in curriculum.figures().items()}
+        for task, decisions in zip(self._tasks, self._decisions, strict=False):
+            found[f"curriculum/decisions/{task}"] = float(decisions)
+        return found
+
+    def state(self) -> dict[str, Float64]:
+        """The counts, for a checkpoint; those of the second task's starts begin with `1.`."""
+        found = {} if self._of_tasks is None else self._of_tasks.state()
+        for task, curriculum in enumerate(self._of_starts):
+            found |= {_prefix(task) + name: counts for name, counts in curriculum.state().items()}
+        return found
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Continue from `state`, as each curriculum does. Raises `CheckpointError` for numbers that are no counts."""
+        if self._of_tasks is not None:
+            self._of_tasks.load(state)
+        for task, curriculum in enumerate(self._of_starts):
+            prefix = _prefix(task)
+            curriculum.load({name: state[prefix + name] for name in curriculum.state() if prefix + name in state})
+
+
+def _prefix(task: int) -> str:
+    return f"{task}." if task else ""

@@ -30,9 +30,9 @@ from embodied import progress
 from embodied.config.schema import Config
 from embodied.devices import decide
 from embodied.errors import UserError
-from embodied.rollout.rollout_loop import EnvironmentGroup, groups_of, next_group
+from embodied.rollout.environment_groups import EnvironmentGroup, groups_of, next_group
 from embodied.statistics import wilson
-from embodied.trajectories.batch import to_inputs
+from embodied.trajectories.batch import EpisodeSums, to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.workflows.context import make_policy
 from policies.contract import Policy, PolicyError, PolicySpec
@@ -153,53 +153,56 @@ class _Task:
         self._disturbances = SamplingNoise(seed, policy.spec.chunk * policy.spec.action_dim, DISTURBANCE)
         self._key = zlib.crc32(name.encode())
         num_envs = self._farm.specs[0].num_envs
-        self._return, self._solved = np.zeros(num_envs), np.zeros(num_envs, np.bool_)
-        self._actions: list[list[Float32]] = [[] for _ in range(num_envs)]
+        self._sums = EpisodeSums(num_envs)
+        self._executed: list[list[Float32]] = [[] for _ in range(num_envs)]
+        """Chunks of each environment's episode, as executed."""
         self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
+        """The same chunks as the policy decided, where noise was added."""
         self._groups = groups_of(self._farm)
         self._unfinished = {group.number for group in self._groups}
         for number in self._unfinished:
             self._farm.reset(number)
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
-        finished: list[EpisodeResult] = []
+        results: list[EpisodeResult] = []
         begin = time.monotonic()
         # Not longer than until something has ended: what is returned can be kept, whatever happens next.
-        while self._unfinished and not finished and time.monotonic() - begin < budget_s:
-            ready = next_group(self._farm, self._groups, ())
-            finished += self._turn(ready or self._groups[self._farm.wait_ready(deadline_s)], deadline_s)
+        while self._unfinished and not results and time.monotonic() - begin < budget_s:
+            self._farm.wait_ready(deadline_s)
+            group = next_group(self._farm, self._groups, ())
+            assert group is not None, "the farm has stepped one"
+            seen = self._farm.collect(group.number, deadline_s)
+            results = self._ended(group, seen)
+            if seen.active.any():
+                self._farm.submit(group.number, self._decide(seen))
+                group.decided += 1
+            else:
+                self._unfinished.discard(group.number)
             progress.report()
-        return finished
+        return results
 
     def release(self) -> None:
         if self._attached:
             self._farm.detach()
 
-    def _turn(self, group: EnvironmentGroup, deadline_s: float) -> list[EpisodeResult]:
-        """Collect the group, and decide again if any of its episodes goes on; the results of those that ended."""
-        seen = self._farm.collect(group.number, deadline_s)
-        ended = self._ended(seen)
-        if not seen.active.any():
-            self._unfinished.discard(group.number)
-            return ended
+    def _decide(self, seen: Observations) -> Float32:
+        """[n, C, A] the chunks to execute, which are kept until their episodes end."""
         inputs = to_inputs(seen, self._reads, self._episodes)
         if self._instruction is not None:
             inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
-        if not seen.active.all():
+        if not seen.active.all():  # resting rows repeat one that has an episode: see the module's docstring
             rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
             inputs = inputs.rows(torch.from_numpy(rows))
         noise = None if self._greedy else torch.from_numpy(self._draw(seen, self._noise))
-        decided = decide(self._policy, inputs, noise).chunk.numpy()
-        chunk = decided
+        decided = executed = decide(self._policy, inputs, noise).chunk.numpy()
         if self._disturbance:
-            chunk = decided + self._disturbance * self._draw(seen, self._disturbances).reshape(decided.shape)
+            executed = decided + self._disturbance * self._draw(seen, self._disturbances).reshape(decided.shape)
         for row in np.flatnonzero(seen.active).tolist():
-            self._actions[int(seen.envs[row])].append(chunk[row])
+            env = int(seen.envs[row])
+            self._executed[env].append(executed[row])
             if self._disturbance:
-                self._decided[int(seen.envs[row])].append(decided[row])
-        self._farm.submit(group.number, chunk)
-        group.decided += 1
-        return ended
+                self._decided[env].append(decided[row])
+        return executed
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
         """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials."""
@@ -208,34 +211,29 @@ class _Task:
         )
         return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
 
-    def _ended(self, seen: Observations) -> list[EpisodeResult]:
-        self._return[seen.envs] += seen.reward.sum(1)
-        self._solved[seen.envs] |= seen.success.any(1)
-        finished = []
-        for row in np.flatnonzero(seen.terminated | seen.truncated).tolist():
-            env, episode = int(seen.envs[row]), int(seen.episode[row]) - 1
-            unused = self._farm.specs[0].chunk - int(seen.steps[row])
-            actions = np.concatenate(self._actions[env])
-            length = len(actions) - unused
-            trial = self._episodes.trial(env, episode)
-            sound = bool(np.isfinite(self._return[env]))
-            finished.append(
+    def _ended(self, group: EnvironmentGroup, seen: Observations) -> list[EpisodeResult]:
+        """The episodes that ended with these observations."""
+        results, rows = [], {env: row for row, env in enumerate(group.envs.tolist())}
+        for episode in self._sums.add(group.envs, seen):
+            env, row = episode.env, rows[episode.env]
+            trial = self._episodes.trial(env, int(seen.episode[row]) - 1)
+            at_end = bool(seen.success[row, max(int(seen.steps[row]) - 1, 0)])
+            results.append(
                 EpisodeResult(
-                    self._name,
-                    trial,
-                    self._episodes.specs[trial],
-                    bool(self._solved[env]) and sound,
-                    bool(seen.success[row, max(int(seen.steps[row]) - 1, 0)]) and sound,
-                    float(self._return[env]),
-                    length,
-                    self._farm.infos[0].max_episode_steps,
-                    actions[:length],
-                    np.concatenate(self._decided[env])[:length] if self._disturbance else None,
+                    task=self._name,
+                    trial=trial,
+                    spec=self._episodes.specs[trial],
+                    success=episode.success,
+                    success_at_end=at_end and math.isfinite(episode.total_reward),
+                    total_reward=episode.total_reward,
+                    length=episode.length,
+                    limit=self._farm.infos[0].max_episode_steps,
+                    actions=np.concatenate(self._executed[env])[: episode.length],
+                    decided=np.concatenate(self._decided[env])[: episode.length] if self._disturbance else None,
                 )
             )
-            self._actions[env], self._decided[env] = [], []
-            self._return[env], self._solved[env] = 0, False
-        return finished
+            self._executed[env], self._decided[env] = [], []
+        return results
 
 
 def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) -> Iterator[EpisodeResult]:

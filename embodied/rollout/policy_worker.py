@@ -8,7 +8,7 @@ than the farm, each is a `PolicyReplica` in a process of its own, which a rollou
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -19,15 +19,17 @@ from torch import Tensor
 from embodied.devices import Affinity, decide, value_of
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.weight_sync import WeightsLoader, check_weights, map_weights
+from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
 from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
-from embodied.rollout.rollout_loop import DecisionRequest, LocalPolicy, RolloutSettings
+from embodied.rollout.rollout_loop import Decided, RolloutSettings, Valued
 from embodied.rollout.rollout_worker import RolloutWorker
 from embodied.runtime.shared_tensors import SharedTensors
-from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.trajectories.memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs, Policy
 from sim_farm.client.farm import Farm, FarmAddress
+from sim_farm.client.observations import Observations
 
 FarmTasks: TypeAlias = Farm | FarmAddress
 """Tasks of a farm that is attached, or of one that may be out of reach."""
@@ -175,6 +177,49 @@ class PolicyReplica(ActingPolicy):
         """Raise `LentOver` where the weights that it maps have been written over."""
         if self._mapped is not None:
             self._mapped.require_unchanged()
+
+
+class LocalPolicy:
+    """The policy of the rollout loop's own process: a decision is there as soon as it is requested."""
+
+    replicas = 1
+
+    def __init__(self, farm: Farm, settings: RolloutSettings, policy: ActingPolicy) -> None:
+        self._farm, self._settings, self._policy = farm, settings, policy
+        self._decided: list[Decided] = []
+        self.frames = FrameCounts()
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    def begin(self) -> None:
+        self._decided = []
+
+    def is_free(self) -> bool:
+        return True
+
+    def is_busy(self) -> bool:
+        return bool(self._decided)
+
+    def submit(self, group: EnvironmentGroup, seen: Observations, memory: TrajectoryMemory) -> None:
+        begin = time.monotonic_ns()
+        request = DecisionRequest.of(self._farm, group, seen, self._settings.reads, memory.shape.cameras)
+        if request.inputs.frames and len(request.envs) < len(seen.envs):
+            self.frames += FrameCounts(0, len(request.envs))
+        action = self._policy.decide(request)
+        self._decided.append(Decided(group, request, action, begin, time.monotonic_ns()))
+
+    def collect(self) -> list[Decided]:
+        decided, self._decided = self._decided, []
+        return decided
+
+    def wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
+        farm = self._farm
+        farm.wait(lambda: self.is_busy() or is_ready(), lambda: farm.late(deadline_s), deadline_s, farm.progress_ns)
+
+    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
+        return self._policy.value(inputs), []
 
 
 class PolicyWorker(ActingPolicy, RolloutWorker):

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from embodied import progress
-from embodied.rollout.rollout_loop import Decided, DecisionRequest, EnvironmentGroup, RolloutSettings, Valued
+from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
+from embodied.rollout.rollout_loop import Decided, RolloutSettings, Valued
 from embodied.runtime.groups import naming
 from embodied.runtime.handles import Caller
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory

@@ -1,18 +1,18 @@
-"""The rollout loop: steps the groups of a farm's environments, and asks the policy what they do next.
+"""The rollout loop: requests decisions of the policy, and has the farm execute them, one environment group at a time.
 
     until every group is done:  the group that is ready first -> policy -> trajectory memory -> farm
 
 With several groups one is simulated while the policy decides for another; a light task's groups are served while a
-heavy one's are simulated. The policy is the process's own (`LocalPolicy`), or replicas in processes of theirs
-(`embodied.rollout.replicas`). A decision is a function of the policy, the group's observations and the noise of their
-(environment, episode, step): neither the order of serving nor the replica that decides changes it.
+heavy one's are simulated. The policy is in the loop's own process (`policy_worker.LocalPolicy`), or replicas in
+processes of theirs (`replicas.Replicas`). A decision is a function of the policy, the group's observations and the
+noise of their (environment, episode, env step): neither the order of serving nor the replica that decides changes it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from embodied import progress
+from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup, groups_of, next_group
 from embodied.rollout.rollout_summary import Clock, workers_spans
 from embodied.run.trace import Span
 from embodied.trajectories.batch import Decision, EndedEpisode, EpisodeSums, join_inputs, to_inputs
@@ -63,78 +64,6 @@ class RolloutSettings:
             curriculum=config.rollout.curriculum,
             task_curriculum=config.rollout.task_curriculum,
         )
-
-
-class EnvironmentGroup:
-    """A group of environments: its columns of the trajectory memory, and its decisions of the rollout."""
-
-    def __init__(self, number: int, task: int, envs: np.ndarray, first_column: int) -> None:
-        self.number, self.task = number, task
-        self.envs = envs
-        """[n] numbers of its environments in the run."""
-        self.columns = np.arange(first_column, first_column + len(envs))
-        """[n] their columns of the trajectory memory, which lie next to each other."""
-        self.row = 0
-        """Row of the trajectory memory where its present observation is, or will be."""
-        self.observations: Observations | None = None
-        self.pending: Decision | None = None
-        """The decision whose outcome is not known yet."""
-        self.decisions: list[Decision] = []
-        self.decided = 0
-        """Number of its decisions so far, by which groups take turns."""
-        self.arrow = 0
-        """Number of the trace's arrow from its observation to the next decision."""
-
-    def flat(self, row: int, width: int) -> np.ndarray:
-        """[n] flat rows of its environments at a row of the memory."""
-        return row * width + self.columns
-
-
-def groups_of(farm: Farm) -> tuple[EnvironmentGroup, ...]:
-    """The groups of all tasks; in the memory the environments of a group lie next to each other."""
-    offsets = np.cumsum([0, *(spec.num_envs for spec in farm.specs)])
-    found, column = [], 0
-    for number in range(farm.groups):
-        task, envs = farm.task_of(number), farm.envs_of(number)
-        found.append(EnvironmentGroup(number, task, envs + offsets[task], column))
-        column += len(envs)
-    return tuple(found)
-
-
-def next_group(farm: Farm, groups: Sequence[EnvironmentGroup], resting: Container[int]) -> EnvironmentGroup | None:
-    """The group with the fewest decisions among those that may be decided for now, without the resting: groups that the
-    farm has stepped, and groups whose observations were collected. None if the farm is still stepping all."""
-    found = [group for group in groups if group.observations is not None and group.number not in resting]
-    found += [groups[number] for number in farm.ready()]
-    return min(found, key=lambda group: (group.decided, group.number), default=None)
-
-
-@dataclass(frozen=True)
-class DecisionRequest:
-    """Observations of the n environments of a group that have an episode, and the keys of their noise."""
-
-    task: int
-    envs: np.ndarray
-    """int64 [n] numbers of the environments within the task."""
-    episode: np.ndarray
-    """int64 [n]"""
-    step: np.ndarray
-    """int64 [n] env steps of the episode so far."""
-    inputs: Inputs
-    """n rows."""
-    frame_rows: np.ndarray | None = None
-    """int64 [n] rows of the trajectory memory with the frames, for a policy that maps it; None: `inputs` has them."""
-
-    @classmethod
-    def of(
-        cls, farm: Farm, group: EnvironmentGroup, seen: Observations, reads: tuple[str, ...], cameras: tuple[str, ...]
-    ) -> DecisionRequest:
-        """The request of a group; `cameras` are the policy's names."""
-        rows = np.flatnonzero(seen.active)
-        inputs = to_inputs(seen, reads, farm.specs[group.task].episodes, cameras)
-        if len(rows) < len(seen.envs):
-            inputs = inputs.rows(torch.from_numpy(rows))
-        return cls(group.task, seen.envs[rows], seen.episode[rows], seen.episode_step[rows], inputs)
 
 
 @dataclass(frozen=True)
@@ -204,60 +133,6 @@ class PolicyClient(Protocol):
     def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
         """[B] the value of each observation before anything is done there, and the calls of replicas that it took."""
         ...
-
-
-class Acting(Protocol):
-    """A policy with weights and noise: see `ActingPolicy`."""
-
-    @property
-    def version(self) -> int: ...
-
-    def decide(self, request: DecisionRequest) -> Action: ...
-
-    def value(self, inputs: Inputs) -> Tensor: ...
-
-
-class LocalPolicy:
-    """The policy of the loop's own process: a decision is there as soon as it is requested."""
-
-    replicas = 1
-
-    def __init__(self, farm: Farm, settings: RolloutSettings, policy: Acting) -> None:
-        self._farm, self._settings, self._policy = farm, settings, policy
-        self._decided: list[Decided] = []
-        self.frames = FrameCounts()
-
-    @property
-    def version(self) -> int:
-        return self._policy.version
-
-    def begin(self) -> None:
-        self._decided = []
-
-    def is_free(self) -> bool:
-        return True
-
-    def is_busy(self) -> bool:
-        return bool(self._decided)
-
-    def submit(self, group: EnvironmentGroup, seen: Observations, memory: TrajectoryMemory) -> None:
-        begin = time.monotonic_ns()
-        request = DecisionRequest.of(self._farm, group, seen, self._settings.reads, memory.shape.cameras)
-        if request.inputs.frames and len(request.envs) < len(seen.envs):
-            self.frames += FrameCounts(0, len(request.envs))
-        action = self._policy.decide(request)
-        self._decided.append(Decided(group, request, action, begin, time.monotonic_ns()))
-
-    def collect(self) -> list[Decided]:
-        decided, self._decided = self._decided, []
-        return decided
-
-    def wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
-        farm = self._farm
-        farm.wait(lambda: self.is_busy() or is_ready(), lambda: farm.late(deadline_s), deadline_s, farm.progress_ns)
-
-    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
-        return self._policy.value(inputs), []
 
 
 class RolloutLoop:

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.curricula import StartCurriculum, TaskCurriculum
+from embodied.algorithms.curricula import Curricula
 from embodied.devices import Affinity
 from embodied.errors import CheckpointError
 from embodied.learning.offload import Switch
-from embodied.rollout.rollout_loop import EnvironmentGroup, PolicyClient, RolloutLoop, RolloutSettings
+from embodied.rollout.environment_groups import EnvironmentGroup
+from embodied.rollout.rollout_loop import PolicyClient, RolloutLoop, RolloutSettings
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.trajectories.batch import (
     EndedEpisode,
@@ -66,16 +67,12 @@ class RolloutWorker:
         """[B] the number of each environment's task, where there are several."""
         if len(farm.specs) > 1:
             self._task = torch.from_numpy(np.repeat(np.arange(len(farm.specs)), [s.num_envs for s in farm.specs]))
-        self._curricula: dict[int, StartCurriculum] = {}
-        """By the number of the task; none without a curriculum."""
-        if settings.curriculum:
-            starts = [spec.episodes.starts for spec in farm.specs]
-            self._curricula = {i: StartCurriculum(each, settings.curriculum) for i, each in enumerate(starts)}
-        self._task_curriculum: TaskCurriculum | None = None
-        if settings.task_curriculum:
-            self._task_curriculum = TaskCurriculum(len(farm.specs), settings.task_curriculum)
-        self._uncounted: list[EndedEpisode] = []
-        """Episodes of earlier rollouts that the curricula have not counted."""
+        self._curricula = Curricula(
+            [spec.task.name for spec in farm.specs],
+            [spec.episodes.starts for spec in farm.specs],
+            share=settings.curriculum,
+            task_share=settings.task_curriculum,
+        )
         self._trajectories: Trajectories | None = None
         self._episode = 0
         """The number of the iteration's first episodes, where rollouts are of whole episodes."""
@@ -110,11 +107,7 @@ class RolloutWorker:
             sums.total[:] = _of_all_tasks(snapshot, "episode_return", sums.total)
             sums.solved[:] = _of_all_tasks(snapshot, "episode_solved", sums.solved)
             sums.length[:] = _of_all_tasks(snapshot, "base_step", sums.length)
-            for task, curriculum in self._curricula.items():
-                prefix = _prefix(task)
-                curriculum.load({key: snapshot[prefix + key] for key in curriculum.state() if prefix + key in snapshot})
-            if self._task_curriculum is not None:
-                self._task_curriculum.load(snapshot)
+            self._curricula.load(snapshot)
         self._draw_starts()
         for group in self._loop.groups:
             self._loop.reset(group)
@@ -126,10 +119,8 @@ class RolloutWorker:
             mine, prefix = slice(first, self._loop.offsets[task + 1]), _prefix(task)
             found[f"{prefix}episode_return"] = self._loop.sums.total[mine].copy()
             found[f"{prefix}episode_solved"] = self._loop.sums.solved[mine].copy()
-        self._count()
-        for task, curriculum in self._curricula.items():
-            found |= {_prefix(task) + key: array for key, array in curriculum.state().items()}
-        return found | ({} if self._task_curriculum is None else self._task_curriculum.state())
+        self._curricula.count()
+        return found | self._curricula.state()
 
     def unload_renderers(self, deadline_s: float) -> Switch:
         """Free the memory of the farm's renderers and scene replicas; `load_renderers` before the next rollout."""
@@ -153,9 +144,7 @@ class RolloutWorker:
         with self._affinity.applied():
             begin = self._begin_rollout()
             self._draw_starts()
-            counts = (decisions,) * len(self.farm.specs)
-            if self._task_curriculum is not None:
-                counts = self._task_curriculum.decisions(decisions)
+            counts = self._curricula.decisions(decisions)
             for group in self._loop.groups:
                 group.decisions, group.decided = [], 0
             self._loop.serve(
@@ -254,19 +243,11 @@ class RolloutWorker:
         rows = np.concatenate([group.flat(group.row, self._loop.width) for group in self._loop.groups])[order]
         return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
 
-    def _count(self) -> None:
-        """Count the episodes that have ended in the curricula."""
-        if self._task_curriculum is not None:
-            self._task_curriculum.count(self._uncounted)
-        for task, curriculum in self._curricula.items():
-            curriculum.count([episode for episode in self._uncounted if episode.task == task])
-        self._uncounted = []
-
     def _draw_starts(self) -> None:
         """Draw the starts of an iteration's episodes by the outcomes of all before."""
-        self._count()
-        for task, curriculum in self._curricula.items():
-            self.farm.draw_starts(task, curriculum.shares())
+        self._curricula.count()
+        for task, shares in enumerate(self._curricula.shares()):
+            self.farm.draw_starts(task, shares)
 
     def _begin_rollout(self) -> int:
         self._loop.begin()
@@ -283,17 +264,10 @@ class RolloutWorker:
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
         spans, frames = tuple(self._loop.spans), self._loop.frames() - self._counted
-        found: dict[str, float] = {}
-        for task, curriculum in self._curricula.items():
-            suffix = f"/{self.farm.specs[task].task.name}" if len(self.farm.specs) > 1 else ""
-            found |= {key + suffix: value for key, value in curriculum.figures().items()}
-        if self._task_curriculum is not None:
-            decided = self._trajectories.mask.sum(0)
-            for spec, first in zip(self.farm.specs, self._loop.offsets[:-1], strict=True):
-                found[f"curriculum/decisions/{spec.task.name}"] = float(decided[first])
-        self._uncounted += ended
+        figures = self._curricula.figures()
+        self._curricula.note(ended)
         return RolloutSummary(
-            steps, self._loop.policy.version, tuple(ended), clock, wall_s, spans, wired, frames, found
+            steps, self._loop.policy.version, tuple(ended), clock, wall_s, spans, wired, frames, figures
         )
 
 

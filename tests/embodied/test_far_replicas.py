@@ -21,8 +21,8 @@ from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
+from embodied.rollout.environment_groups import DecisionRequest
 from embodied.rollout.replicas import Message, Reply
-from embodied.rollout.rollout_loop import DecisionRequest
 from embodied.runtime.groups import WorkerGroup
 from embodied.runtime.remote import CALL_BYTES
 from embodied.runtime.shared_tensors import Overwritten, TensorPublisher
