@@ -22,7 +22,7 @@ from embodied.hub import dataset_folder
 from embodied.run.checkpoint import latest
 from embodied.training.sft import DATA, read_demonstrations
 from embodied.workflows.context import task_spec
-from policies.inspection import Checkpoint, Range, inspect_checkpoint, looks_like_checkpoint
+from policies.checkpoint_inspection import Checkpoint, Range, inspect_checkpoint, looks_like_checkpoint
 from sim_farm.contract import FarmError
 
 MOST_NUMBERS = 16

@@ -23,7 +23,6 @@ from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
 from embodied.files import read_json
 from embodied.run import checkpoint
-from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import CONFIG, recorded_settings
 from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_class
@@ -215,7 +214,7 @@ def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
             return found + Lineage(unknown=(str(begun),))
         try:
             config, stage = recorded_settings(run_dir), checkpoint.read_state(whole).stage
-        except (UserError, CheckpointError):
+        except UserError:
             return found + Lineage(unknown=(str(begun),))
         found += _imitated(run_dir, config.sft.data) if stage == "sft" else Lineage(reinforced=(config,))
         policy, begun = config.policy, config.policy.init

@@ -248,7 +248,7 @@ def check_numbers(sources: Sources, action_dim: int, proprio_dim: int) -> None:
             )
 
 
-def ordered(sources: Sources, cameras: tuple[str, ...]) -> tuple[str, ...]:
+def ordered_cameras(sources: Sources, cameras: tuple[str, ...]) -> tuple[str, ...]:
     """The task's cameras in the order in which the checkpoint reads its own. Cameras of other names are in the task's
     order: the first is the checkpoint's first.
 

@@ -29,7 +29,7 @@ from policies.pi0.checkpoint import (
     is_adaptive,
     is_random,
     load_network,
-    ordered,
+    ordered_cameras,
     read_weights,
     save_description,
     save_directory,
@@ -227,7 +227,7 @@ class Pi0(AdaptedPolicy):
         self._check_spec(options.state_in_prompt)
         self.cameras = spec.cameras
         if self.layout == "lerobot":
-            self.cameras = ordered(source, spec.cameras)
+            self.cameras = ordered_cameras(source, spec.cameras)
             if options.asset != DEMONSTRATIONS:
                 check_numbers(source, self.shown.action_dim, self.shown.proprio_dim)
         self.spec = spec = replace(spec, horizon=self.sizes.horizon)

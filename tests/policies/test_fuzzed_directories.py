@@ -13,7 +13,7 @@ import pytest
 
 import policies
 from policies import Policy, PolicyError, PolicySpec
-from policies.pi0.checkpoint import check_numbers, find_sources, ordered
+from policies.pi0.checkpoint import check_numbers, find_sources, ordered_cameras
 from policies.pi0.normalisation import read_lerobot
 from policies.registry import check, policy_class
 from policies.scripted.replay import save_recording
@@ -92,7 +92,7 @@ def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
         check("pi0", given)
         policy_class("pi0").assumed(given)
         source = find_sources(str(path))
-        ordered(source, spec.cameras)
+        ordered_cameras(source, spec.cameras)
         check_numbers(source, spec.action_dim, spec.proprio_dim)
         read_lerobot(path)
 

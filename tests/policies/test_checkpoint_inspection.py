@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from policies.checkpoint_inspection import inspect_checkpoint
 from policies.contract import PolicyError
-from policies.inspection import inspect_checkpoint
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import holds
 
