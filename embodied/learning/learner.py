@@ -31,7 +31,7 @@ from embodied.devices import Affinity, await_devices, defines, device_of, forget
 from embodied.errors import UserError
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.parallel import ReplicatedPolicy, values_of
-from embodied.learning.update import LossFunction, Update, make_optimizer, metrics_of
+from embodied.learning.update import LossFunction, Update, UpdateStatistics, make_optimizer, metrics_of
 from embodied.learning.weight_sync import WeightsPublisher
 from embodied.run import checkpoint
 from embodied.run.background_writer import BackgroundWriter, Written
@@ -187,27 +187,9 @@ class Learner(WeightsPublisher):
         begin = time.monotonic()
         found, self._received = self._received, _Received()
         with self._working(found):
-            if found.batches:
-                batch = self._in_rewards(join_columns(found.batches), iteration)
-                found.samples, found.batches = [samples_of(batch, self._estimate(batch, self._config))], []
-            recorded, found.samples = join_samples(found.samples), []
-            samples = self._controls.in_deviations(recorded)
-            if len(samples) == 0 and self._recipe.critic:
-                raise UserError("the rollout holds no decision that was executed; nothing can be learned from it")
-            self._controls.set_learning_rates(self.optimizer, iteration)
-            if self._accumulates:
-                self._accumulate(found)
-                statistics = self._update.step_accumulated(samples, iteration)
-            else:
-                statistics = self._update.run(samples, iteration, found.lag > 0)
-            if len(samples) and defines(self.policy, "observe"):
-                self.policy.observe(samples.decisions.inputs(self._device, frames=False))
-            await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
-        metrics = metrics_of(recorded, statistics)
-        if self._config.loss.reference_kl:
-            metrics["learner/reference_kl"] = statistics.sums.reference_kl / max(statistics.sums.units, 1)
-        if statistics.sums.auxiliary:
-            metrics["learner/auxiliary_loss"] = statistics.sums.auxiliary / statistics.sums.weights
+            samples = self._samples_of(found, iteration)
+            statistics = self._update_from(samples, found, iteration)
+        metrics = metrics_of(samples, statistics, self._config.loss)
         metrics |= self._controls.note(metrics, iteration)
         metrics["learner/policy_lr"] = float(self.optimizer.param_groups[0]["lr"])
         if found.frames.read:
@@ -215,6 +197,30 @@ class Learner(WeightsPublisher):
         if found.broken_episodes:
             metrics["learner/broken_episodes"] = float(found.broken_episodes)
         return {**metrics, "learner/update_s": found.seconds + time.monotonic() - begin}
+
+    def _samples_of(self, found: _Received, iteration: int) -> Samples:
+        """The samples of all parts, with advantages; parts that wait for each other are estimated now."""
+        if found.batches:
+            batch = self._in_rewards(join_columns(found.batches), iteration)
+            found.samples, found.batches = [samples_of(batch, self._estimate(batch, self._config))], []
+        samples, found.samples = join_samples(found.samples), []
+        if len(samples) == 0 and self._recipe.critic:
+            raise UserError("the rollout holds no decision that was executed; nothing can be learned from it")
+        return samples
+
+    def _update_from(self, samples: Samples, found: _Received, iteration: int) -> UpdateStatistics:
+        """Update the policy on the samples of all parts."""
+        samples = self._controls.in_deviations(samples)
+        self._controls.set_learning_rates(self.optimizer, iteration)
+        if self._accumulates:
+            self._accumulate(found)
+            statistics = self._update.step_accumulated(samples, iteration)
+        else:
+            statistics = self._update.run(samples, iteration, found.lag > 0)
+        if len(samples) and defines(self.policy, "observe"):
+            self.policy.observe(samples.decisions.inputs(self._device, frames=False))
+        await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
+        return statistics
 
     def _add_part(self, batch: Trajectories, iteration: int) -> tuple[int, int]:
         """Keep a part for `finish`. Returns its numbers of samples and of informative episode groups, where known."""

@@ -39,10 +39,11 @@ class ReplicatedPolicy:
     # --- the passes of an update
 
     def micro_batches(self, minibatch: Tensor, size: int, synchronise: bool = True) -> Iterator[tuple[Tensor, bool]]:
-        """This rank's share of the row numbers, in micro-batches. A backward pass is due for each.
+        """Yield this rank's share of a minibatch as pairs (int64 [M] indices of samples, True if they count), M at most
+        `size`. The caller makes one forward and backward pass for each pair.
 
-        With each goes True if it counts: False for samples whose pass must contribute nothing. A rank without a share
-        needs one to have a gradient. `synchronise`: False if more passes follow before the gradient is needed.
+        A pass of samples that do not count contributes a gradient of zero: a rank without a share makes one, so that
+        its parameters have gradients to sum. `synchronise`: False if more passes follow before the gradient is needed.
         """
         share = self.ranks.share(minibatch)
         for index in share.split(size) if len(share) else ():
@@ -191,7 +192,7 @@ def log_probs_of(parallel: ReplicatedPolicy, samples: Samples, size: int) -> Ten
         part = samples.take(index).to(device)
         return policy.evaluate(part.inputs, part.trace).log_prob
 
-    return _of_all(parallel.ranks, len(samples), size, evaluate)
+    return _evaluate_all(parallel.ranks, len(samples), size, evaluate)
 
 
 def values_of(parallel: ReplicatedPolicy, batch: Trajectories, size: int) -> Tensor:
@@ -208,7 +209,7 @@ def values_of(parallel: ReplicatedPolicy, batch: Trajectories, size: int) -> Ten
             # `evaluate`, not `value`: the parameters of a sharded policy are gathered for no other call.
             return policy.evaluate(part.inputs(device), part.trace(device)).value
 
-        found.flatten(0, 1)[taken] = _of_all(parallel.ranks, len(taken), size, evaluate)
+        found.flatten(0, 1)[taken] = _evaluate_all(parallel.ranks, len(taken), size, evaluate)
     return found
 
 
@@ -229,7 +230,7 @@ def precomputed_of(parallel: ReplicatedPolicy, samples: Samples, size: int) -> M
     return {key: ranks.gather_rows(part, len(samples)) for key, part in whole.items()}
 
 
-def _of_all(ranks: Ranks, samples: int, size: int, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
+def _evaluate_all(ranks: Ranks, samples: int, size: int, evaluate: Callable[[Tensor], Tensor]) -> Tensor:
     """[samples, ...] in the host's memory: the results of `evaluate` on all samples, from all ranks."""
     share = []
     with torch.no_grad(), ranks.waiting("evaluate"):
@@ -240,8 +241,8 @@ def _of_all(ranks: Ranks, samples: int, size: int, evaluate: Callable[[Tensor], 
 
 
 def _equal_shares(ranks: Ranks, samples: int, size: int) -> Sequence[Tensor]:
-    """This rank's share of all samples in their order, in micro-batches. A share shorter than others repeats a row, so
-    that all ranks make equally many passes: those of a sharded policy need each other in each."""
+    """This rank's share of all samples in their order, in micro-batches. A share shorter than others repeats a sample,
+    so that all ranks make equally many passes: those of a sharded policy need each other in each."""
     share = ranks.share(torch.arange(samples))
     share = torch.cat([share, share.new_zeros(ranks.largest_share(samples) - len(share))])
     return share.split(size or len(share))

@@ -63,40 +63,7 @@ def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
     )
 
 
-# --- the loss of a micro-batch
-
-
-@dataclass(frozen=True)
-class LossFunction:
-    """The loss of an update: the workflow's objective, and the settings of its terms."""
-
-    settings: LossConfig
-    credit: Credit = "chunk"
-    """Unit that has a value and an advantage: a whole chunk, or each of its actions."""
-    critic: bool = True
-    """The value head is trained too."""
-    objective: Objective = ratio
-
-
-@dataclass(frozen=True)
-class Denominators:
-    """Totals of a whole minibatch, by which the losses of its micro-batches are divided."""
-
-    weight: float
-    """Sum of the weights of the units of `loss.ratio_unit`."""
-    values: float
-    """Number of values that the critic is trained on."""
-
-    @classmethod
-    def of(cls, samples: Samples, index: Tensor, loss: LossFunction) -> Denominators:
-        """Totals of the minibatch `samples[index]`."""
-        executed = samples.executed[index]
-        _, weight = _count_units(executed, samples.weight[index], samples.log_prob.shape[-1], loss.settings.ratio_unit)
-        return cls(weight, _count_values(executed, loss.credit))
-
-
-NO_GRADIENT = Denominators(float("inf"), float("inf"))
-"""Denominators with which samples contribute a gradient of zero."""
+# --- measurements of an update
 
 
 @dataclass
@@ -115,7 +82,7 @@ class LossSums:
     weights: float = 0.0
     """Sum of the units' weights: the denominator of the policy loss."""
     values: int = 0
-    """Number of values: one per row, or one per executed action."""
+    """Number of values: one per sample, or one per executed action."""
     samples: int = 0
 
     @classmethod
@@ -131,91 +98,6 @@ class LossSums:
             setattr(self, key, getattr(self, key) + getattr(other, key))
 
 
-@dataclass(frozen=True)
-class MicroBatchLoss:
-    """A micro-batch's contribution to `LossSums`; its tensors may still be in computation on the device."""
-
-    measured: Mapping[str, Tensor]
-    """Sums that the policy is evaluated for, by name."""
-    counted: LossSums
-    """The counts; the measured fields are 0."""
-
-
-def micro_batch_loss(
-    policy: Policy, samples: Samples, loss: LossFunction, denominators: Denominators
-) -> tuple[Tensor, MicroBatchLoss]:
-    """The loss of these samples, a scalar with a gradient, and their contribution to the statistics.
-
-    The samples are in the host's memory.
-    """
-    device, (_, chunk, dims) = device_of(policy), samples.log_prob.shape
-    settings, unit = loss.settings, loss.settings.ratio_unit
-    units, weight = _count_units(samples.executed, samples.weight, dims, unit)
-    values = _count_values(samples.executed, loss.credit)
-    count = LossSums(units=units, weights=weight, values=values, samples=len(samples))
-    places = _places(unit_mask(samples.executed, chunk, dims, unit), device)
-    valued = _places(alive_actions(samples.executed, chunk), device) if loss.credit == "action" else (...,)
-    samples = samples.to(device)
-    new = policy.evaluate(samples.inputs, samples.trace)
-    log_prob, entropy = (reduce_to_unit(found, samples.executed, unit)[0] for found in (new.log_prob, new.entropy))
-    surrogate = loss.objective(new, samples, settings, places)
-    spread = sum_units(entropy, places, samples.weight)
-    total = surrogate.loss / denominators.weight - settings.entropy_coef * spread / denominators.weight
-    error, divergence, auxiliary = (total.new_zeros(()) for _ in range(3))
-    if new.auxiliary is not None:
-        auxiliary = sum_units(new.auxiliary[:, None].expand_as(entropy), places, samples.weight)
-        total = total + auxiliary / denominators.weight
-    if settings.reference_kl and samples.reference_log_prob is not None:
-        per_unit = k3(log_prob, reduce_to_unit(samples.reference_log_prob, samples.executed, unit)[0])
-        divergence = sum_units(per_unit, places)
-        weighted = sum_units(per_unit, places, samples.weight)
-        total = total + settings.reference_kl * weighted / denominators.weight
-    if loss.critic:
-        error = value_loss(new.value[valued], samples.value[valued], samples.returns[valued], settings.value_clip)
-        total = total + settings.value_coef * error / denominators.values
-    measured = {
-        "policy_loss": surrogate.loss.detach(),
-        "value_loss": error.detach(),
-        "entropy": spread.detach(),
-        "approx_kl": surrogate.approx_kl,
-        "clipped": surrogate.clipped,
-        "off_policy": surrogate.off_policy,
-        "reference_kl": divergence.detach(),
-        "auxiliary": auxiliary.detach(),
-    }
-    return total, MicroBatchLoss(measured, count)
-
-
-def read_losses(losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
-    """The sum over micro-batches, and the gradient's norm (or NaN). Waits for the device, once."""
-    awaited = {f"{i}.{key}": t for i, loss in enumerate(losses) for key, t in loss.measured.items()}
-    found = to_host(awaited if norm is None else awaited | {"norm": norm})
-    total = LossSums()
-    for i, loss in enumerate(losses):
-        measured: dict[str, Any] = {key: float(found[f"{i}.{key}"]) for key in loss.measured}
-        total.add(replace(loss.counted, **measured))
-    return total, float(found["norm"]) if norm is not None else float("nan")
-
-
-def _count_units(executed: Tensor, weight: Tensor, dims: int, unit: RatioUnit) -> tuple[int, float]:
-    """Number of units of the ratio in samples with these numbers of executed actions, and the sum of their weights."""
-    units = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * dims}[unit]
-    return int(units.sum()), float((units * weight).sum())
-
-
-def _count_values(executed: Tensor, credit: Credit) -> int:
-    """Number of the critic's values in samples with these numbers of executed actions."""
-    return int(executed.sum()) if credit == "action" else len(executed)
-
-
-def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-    """Indices of the true entries, on the device; `mask` is in the host's memory."""
-    return tuple(index.to(device) for index in mask.nonzero(as_tuple=True))
-
-
-# --- the update
-
-
 @dataclass
 class UpdateStatistics:
     """Measurements of an update."""
@@ -228,10 +110,15 @@ class UpdateStatistics:
     """Mean |ratio - 1| at the first minibatch."""
 
 
+# --- the update
+
+
 class Update:
     """The update as one rank of the learner computes it; all ranks take the same steps.
 
-    `behind`: True if the rollout's policy is an update older than the present one.
+    `run` is an update from all samples of a rollout at once. `accumulate` and `step_accumulated` are one of a single
+    step, whose gradient is added up while parts of the rollout arrive. `behind`: True if the rollout's policy is an
+    update older than the present one.
     """
 
     def __init__(
@@ -269,11 +156,11 @@ class Update:
                     losses = self._backward(samples, minibatch, Denominators.of(samples, minibatch, self._loss))
                     self._parallel.sum_gradients()
                 norm = self._parallel.clip_grad_norm(config.max_grad_norm)
-                sums, grad_norm = self._summed(losses, norm)
+                sums, grad_norm = self._read(losses, norm)
                 found.sums.add(sums)
                 if not found.grad_norms:
                     found.first_ratio_error = self._checked_ratio_error(sums)
-                if config.target_kl is not None and sums.approx_kl / sums.units > 1.5 * config.target_kl:
+                if self._beyond_kl_limit(sums):
                     found.stopped_by_kl = True
                     return found
                 self._step(samples, minibatch, sums, grad_norm, iteration)
@@ -319,7 +206,7 @@ class Update:
                 "learning rate, or a look at the rewards and observations in there, is the usual way on"
             )
 
-    def _summed(self, losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
+    def _read(self, losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
         """The statistics of all micro-batches of all ranks, and the gradient's norm. Waits for the device."""
         sums, grad_norm = read_losses(losses, norm)
         return LossSums.of(self._parallel.ranks.sum_numbers(vars(sums))), grad_norm
@@ -335,11 +222,15 @@ class Update:
             )
         return error
 
+    def _beyond_kl_limit(self, sums: LossSums) -> bool:
+        target = self._config.target_kl
+        return target is not None and sums.approx_kl / sums.units > 1.5 * target
+
     def _prepared(self, samples: Samples, behind: bool) -> Samples:
         """The samples as the loss reads them.
 
-        With several evaluations per row, the result of `Policy.precompute` joins the traces. With a rollout an update
-        behind, the objective is the decoupled one.
+        With several evaluations per sample, the result of `Policy.precompute` joins the traces. With a rollout an
+        update behind, the objective is the decoupled one.
         """
         if self._config.epochs + behind > 1 and defines(self._policy, "precompute"):
             samples = replace(samples, precomputed=precomputed_of(self._parallel, samples, self._evaluated_at_once))
@@ -362,7 +253,7 @@ class Update:
             self._optimizer.zero_grad(set_to_none=True)
         samples = self._prepared(samples, behind)
         every = torch.arange(len(samples))
-        sums, _ = self._summed(self._backward(samples, every, Denominators(1.0, 1), synchronise=False))
+        sums, _ = self._read(self._backward(samples, every, Denominators(1.0, 1), synchronise=False))
         if first:
             found.first_ratio_error = self._checked_ratio_error(sums)
         found.sums.add(sums)
@@ -384,10 +275,132 @@ class Update:
         return found
 
 
-# --- what an update leaves behind
+# --- the loss of a micro-batch
 
 
-def metrics_of(samples: Samples, found: UpdateStatistics) -> dict[str, float]:
+@dataclass(frozen=True)
+class LossFunction:
+    """The loss of an update: the workflow's objective, and the settings of its terms."""
+
+    settings: LossConfig
+    credit: Credit = "chunk"
+    """Unit that has a value and an advantage: a whole chunk, or each of its actions."""
+    critic: bool = True
+    """The value head is trained too."""
+    objective: Objective = ratio
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Totals of a whole minibatch, by which the losses of its micro-batches are divided."""
+
+    weight: float
+    """Sum of the weights of the units of `loss.ratio_unit`."""
+    values: float
+    """Number of values that the critic is trained on."""
+
+    @classmethod
+    def of(cls, samples: Samples, index: Tensor, loss: LossFunction) -> Denominators:
+        """Totals of the minibatch `samples[index]`."""
+        executed = samples.executed[index]
+        _, weight = _count_units(executed, samples.weight[index], samples.log_prob.shape[-1], loss.settings.ratio_unit)
+        return cls(weight, _count_values(executed, loss.credit))
+
+
+NO_GRADIENT = Denominators(float("inf"), float("inf"))
+"""Denominators with which samples contribute a gradient of zero."""
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """A micro-batch's contribution to `LossSums`; its tensors may still be in computation on the device."""
+
+    measured: Mapping[str, Tensor]
+    """Sums that the policy is evaluated for, by name."""
+    counted: LossSums
+    """The counts; the measured fields are 0."""
+
+
+def micro_batch_loss(
+    policy: Policy, samples: Samples, loss: LossFunction, denominators: Denominators
+) -> tuple[Tensor, MicroBatchLoss]:
+    """The loss of these samples, a scalar with a gradient, and their contribution to the statistics.
+
+    The samples are in the host's memory.
+    """
+    device, (_, chunk, dims) = device_of(policy), samples.log_prob.shape
+    settings, unit = loss.settings, loss.settings.ratio_unit
+    units, weight = _count_units(samples.executed, samples.weight, dims, unit)
+    values = _count_values(samples.executed, loss.credit)
+    counted = LossSums(units=units, weights=weight, values=values, samples=len(samples))
+    places = _places(unit_mask(samples.executed, chunk, dims, unit), device)
+    valued = _places(alive_actions(samples.executed, chunk), device) if loss.credit == "action" else (...,)
+    samples = samples.to(device)
+
+    new = policy.evaluate(samples.inputs, samples.trace)
+    log_prob, unit_entropy = (reduce_to_unit(found, samples.executed, unit)[0] for found in (new.log_prob, new.entropy))
+    objective = loss.objective(new, samples, settings, places)
+    entropy = sum_units(unit_entropy, places, samples.weight)
+    total = objective.loss / denominators.weight - settings.entropy_coef * entropy / denominators.weight
+
+    auxiliary, reference_kl, value_error = (total.new_zeros(()) for _ in range(3))
+    if new.auxiliary is not None:  # the policy's own
+        auxiliary = sum_units(new.auxiliary[:, None].expand_as(unit_entropy), places, samples.weight)
+        total = total + auxiliary / denominators.weight
+    if settings.reference_kl and samples.reference_log_prob is not None:
+        unit_kl = k3(log_prob, reduce_to_unit(samples.reference_log_prob, samples.executed, unit)[0])
+        reference_kl = sum_units(unit_kl, places)
+        weighted = sum_units(unit_kl, places, samples.weight)
+        total = total + settings.reference_kl * weighted / denominators.weight
+    if loss.critic:
+        value, old, returns = new.value[valued], samples.value[valued], samples.returns[valued]
+        value_error = value_loss(value, old, returns, settings.value_clip)
+        total = total + settings.value_coef * value_error / denominators.values
+
+    measured = {
+        "policy_loss": objective.loss.detach(),
+        "value_loss": value_error.detach(),
+        "entropy": entropy.detach(),
+        "approx_kl": objective.approx_kl,
+        "clipped": objective.clipped,
+        "off_policy": objective.off_policy,
+        "reference_kl": reference_kl.detach(),
+        "auxiliary": auxiliary.detach(),
+    }
+    return total, MicroBatchLoss(measured, counted)
+
+
+def read_losses(losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
+    """The sum over micro-batches, and the gradient's norm (or NaN). Waits for the device, once."""
+    awaited = {f"{i}.{key}": t for i, loss in enumerate(losses) for key, t in loss.measured.items()}
+    found = to_host(awaited if norm is None else awaited | {"norm": norm})
+    total = LossSums()
+    for i, loss in enumerate(losses):
+        measured: dict[str, Any] = {key: float(found[f"{i}.{key}"]) for key in loss.measured}
+        total.add(replace(loss.counted, **measured))
+    return total, float(found["norm"]) if norm is not None else float("nan")
+
+
+def _count_units(executed: Tensor, weight: Tensor, dims: int, unit: RatioUnit) -> tuple[int, float]:
+    """Number of units of the ratio in samples with these numbers of executed actions, and the sum of their weights."""
+    units = {"chunk": torch.ones_like(executed), "action": executed, "element": executed * dims}[unit]
+    return int(units.sum()), float((units * weight).sum())
+
+
+def _count_values(executed: Tensor, credit: Credit) -> int:
+    """Number of the critic's values in samples with these numbers of executed actions."""
+    return int(executed.sum()) if credit == "action" else len(executed)
+
+
+def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices of the true entries, on the device; `mask` is in the host's memory."""
+    return tuple(index.to(device) for index in mask.nonzero(as_tuple=True))
+
+
+# --- metrics, and minibatches kept for inspection
+
+
+def metrics_of(samples: Samples, found: UpdateStatistics, settings: LossConfig) -> dict[str, float]:
     """Metrics by name of an update on the samples."""
     sums, norms = found.sums, found.grad_norms
     returns, value = samples.returns, samples.value
@@ -396,7 +409,7 @@ def metrics_of(samples: Samples, found: UpdateStatistics) -> dict[str, float]:
         returns, value = returns[alive], value[alive]
     spread = float(returns.var()) if len(returns) > 1 else 0.0
     explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
-    return {
+    metrics = {
         "learner/policy_loss": sums.policy_loss / (sums.weights or 1),
         "learner/value_loss": sums.value_loss / max(sums.values, 1),
         "learner/entropy": sums.entropy / (sums.weights or 1),
@@ -409,6 +422,11 @@ def metrics_of(samples: Samples, found: UpdateStatistics) -> dict[str, float]:
         "learner/first_ratio_error": found.first_ratio_error,
         "learner/stopped_by_kl": float(found.stopped_by_kl),
     }
+    if settings.reference_kl:
+        metrics["learner/reference_kl"] = sums.reference_kl / max(sums.units, 1)
+    if sums.auxiliary:
+        metrics["learner/auxiliary_loss"] = sums.auxiliary / sums.weights
+    return metrics
 
 
 def save_minibatch(samples: Samples, folder: Path, iteration: int) -> None:
