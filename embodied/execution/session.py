@@ -19,10 +19,10 @@ from embodied.reporting.live import steps
 from embodied.runtime.api import Runtime
 from embodied.runtime.handles import Handle
 from embodied.runtime.inline import InlineRuntime
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.client.farm import Farm, FarmAddress
-from sim_farm.client.replay import Replayer
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers import faults
 
 

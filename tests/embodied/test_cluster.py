@@ -45,8 +45,8 @@ from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
 from sim_farm.shared_memory.memory import FOLDER
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import assert_equal

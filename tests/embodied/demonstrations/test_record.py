@@ -28,7 +28,7 @@ from embodied.rollout.evaluator import EpisodeResult
 from embodied.run import checkpoint
 from embodied.runtime.inline import InlineRuntime
 from policies.scripted import tabletop
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
