@@ -16,8 +16,8 @@ from embodied.execution.assignment import assign
 from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.session import Session
 from embodied.planning.clusters import leaving_home
-from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.handles import WorkerGroup
+from embodied.runtime.ray.actors import RayHandle
 from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
 from sim_farm.shared_memory.slot_layout import FarmSpec
