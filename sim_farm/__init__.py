@@ -12,7 +12,7 @@ from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult, Re
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
 from sim_farm.shared_memory.frame_memory import FrameMemory
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 
 

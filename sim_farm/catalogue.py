@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from importlib import metadata
 
-from sim_farm.backends.maniskill.instructions import INSTRUCTIONS
+from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.contract import FarmError, TaskFiles
 from sim_farm.registry import BACKENDS, backend, nearest
 

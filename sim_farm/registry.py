@@ -7,8 +7,7 @@ import importlib
 from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
-from sim_farm.conventions import TaskPhysics, TaskRenderer, plain
-from sim_farm.limits import check_task
+from sim_farm.conventions import TaskPhysics, TaskRenderer, check_task, plain
 
 BACKENDS = {
     "libero": "sim_farm.backends.libero",

@@ -18,7 +18,7 @@ from embodied.reporting.live import steps
 from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 
 ROUNDS = 3
 TOGETHER = "limit together"

@@ -143,7 +143,7 @@ def _farm(spec: LoopSpec) -> Callable[[], int]:
     from sim_farm.client.farm import Farm
     from sim_farm.contract import TaskSpec
     from sim_farm.episodes import EndlessEpisodes
-    from sim_farm.shared_memory.layout import FarmSpec
+    from sim_farm.shared_memory.slot_layout import FarmSpec
     from sim_farm.workers.hosts import InProcess
 
     os.sched_setaffinity(0, {spec.cores[0]})

@@ -24,7 +24,7 @@ from embodied.run.folder import find_run, whole_checkpoint, with_init
 from embodied.runtime.handles import Handle
 from embodied.training.preflight import check_evaluation
 from embodied.workflows.context import policy_spec, task_spec
-from sim_farm.client.replay import ReplayedEpisode, Replayer
+from sim_farm.client.episode_replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import episode_seed
 

@@ -24,7 +24,7 @@ from PIL import Image
 from embodied.demonstrations import layout
 from embodied.demonstrations.layout import DatasetError
 from embodied.demonstrations.video import VideoWriter
-from sim_farm.client.replay import ReplayedEpisode
+from sim_farm.client.episode_replay import ReplayedEpisode
 from sim_farm.contract import EpisodeSpec, TaskInfo
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}

@@ -291,7 +291,7 @@ def gpus() -> list[Gpu]:
 def draw(task: str, device: str) -> Picture:
     """Draw a picture of the task on `cuda:0`, `cpu` or `auto`, in a process of its own."""
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "sim_farm.drawing", task, device]
+    command = [sys.executable, "-m", "sim_farm.render_probe", task, device]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=DRAWING_SECONDS, env=os.environ | {"PYTHONPATH": path}

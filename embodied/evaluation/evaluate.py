@@ -47,7 +47,7 @@ from policies.registry import policy_class
 from sim_farm.catalogue import task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 
 PAIRS = 4
 """Columns of a film of differences."""

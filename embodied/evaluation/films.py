@@ -22,7 +22,7 @@ from embodied.execution.session import Session, in_order, worker_count
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeOutcome
 from embodied.runtime.handles import Handle
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, Float32, TaskSpec, UInt8
 
 SIZE = 256

@@ -34,7 +34,7 @@ from embodied.evaluation.protocol import Protocol, as_data, from_data
 from embodied.files import Lines, read_json, read_lines, write_whole
 from embodied.rollout.evaluator import EpisodeOutcome, EpisodeResult
 from sim_farm.contract import EpisodeSpec, Float32
-from sim_farm.limits import MAX_SEED
+from sim_farm.conventions import MAX_SEED
 
 PROTOCOL, EPISODES, LOCK = "protocol.json", "episodes.jsonl", "lock"
 

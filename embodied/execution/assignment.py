@@ -23,7 +23,7 @@ from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes
 from sim_farm.render_devices import RenderDevice
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 
 HOME = "here"
 """The name in plans of the node on which the command was typed."""

@@ -12,7 +12,7 @@ from embodied.execution.session import Session
 from embodied.learning.learner import ReceivedPart
 from embodied.learning.offload import Switch
 from embodied.run.background_writer import Written
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import LOOPBACK
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of

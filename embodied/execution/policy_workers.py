@@ -17,7 +17,7 @@ from embodied.execution.roles import LearnerRole, PolicyRole, ReplicaRole, Rollo
 from embodied.execution.session import Session
 from embodied.rollout.policy_worker import TRACK
 from embodied.rollout.replicas import ReplicaAddress
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of

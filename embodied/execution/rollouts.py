@@ -27,8 +27,7 @@ from embodied.execution.session import Session
 from embodied.learning.learner import ReceivedPart
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.trace import Span
-from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.handles import Caller
+from embodied.runtime.handles import Caller, WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.sizes import streams
 from sim_farm.client.farm import Farm

@@ -14,7 +14,7 @@ from embodied.execution.learner_ranks import switch_of_ranks
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole
 from embodied.learning.offload import Switch
 from embodied.run.trace import Span
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from sim_farm.client.farm import Farm
 
 

@@ -36,7 +36,7 @@ from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.checks import check_ranks, check_recorded_starts
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec

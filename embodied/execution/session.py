@@ -16,13 +16,12 @@ from embodied.devices import find_device
 from embodied.errors import UserError
 from embodied.execution.assignment import FarmAssignment, configured
 from embodied.reporting.live import steps
-from embodied.runtime.api import Runtime
+from embodied.runtime.api import InlineRuntime, Runtime
 from embodied.runtime.handles import Handle
-from embodied.runtime.inline import InlineRuntime
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.client.farm import Farm, FarmAddress
-from sim_farm.client.replay import Replayer
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers import faults
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from embodied.devices import CPU, await_devices, device_of
 from embodied.errors import PeerFailed, UserError
 from embodied.learning.weight_group import GpuTensors, WeightGroup, gpu_name, share_on_gpu
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import LOOPBACK
 from policies.contract import Policy
 

@@ -172,7 +172,7 @@ def drawers_of(config: Config, gpus: Sequence[torch.device]) -> tuple[RenderDevi
 
 def _refusal(task: str, device: RenderDevice) -> str | None:
     """Why the device does not draw the task; None where it does."""
-    command = [sys.executable, "-m", "sim_farm.drawing", task, name_of(device)]
+    command = [sys.executable, "-m", "sim_farm.render_probe", task, name_of(device)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

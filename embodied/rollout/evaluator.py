@@ -40,7 +40,7 @@ from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
 from sim_farm.contract import EpisodeSpec, Float32
 from sim_farm.episodes import ListedEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 
 
 @dataclass(frozen=True)

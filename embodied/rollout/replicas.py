@@ -25,8 +25,7 @@ from torch import Tensor
 from embodied import progress
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
 from embodied.rollout.rollout_loop import Decided, RolloutSettings, Valued
-from embodied.runtime.groups import naming
-from embodied.runtime.handles import Caller
+from embodied.runtime.handles import Caller, naming
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from policies.contract import Action, Inputs
 from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout

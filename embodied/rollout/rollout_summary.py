@@ -12,7 +12,7 @@ from embodied.run.trace import Span
 from embodied.trajectories.batch import EndedEpisode
 from embodied.trajectories.memory import FrameCounts
 from sim_farm.client.observations import Observations
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,12 @@ import sim_farm
 from embodied.runtime.supervision import Deadline, Wait
 from sim_farm.client.farm import WorkerTimeout
 from sim_farm.contract import FarmError, TaskInfo
-from sim_farm.shared_memory import layout
+from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
-from sim_farm.shared_memory.layout import FarmSpec, slot_fields
 from sim_farm.shared_memory.memory import Field
-from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory, slot_fields
 from sim_farm.workers.physics_worker import PhysicsWorker
-from sim_farm.workers.workers import Worker, WorkerSetup
+from sim_farm.workers.worker import Worker, WorkerSetup
 
 CALL_BYTES = 32 * 2**20
 """Largest payload of one call between machines: it passes through object stores of a few hundred MB."""
@@ -209,7 +208,7 @@ class Relay(Worker):
 
     def build(self) -> None:
         """Build the far end; after a loss, bring its environments to the state that the slots record."""
-        self._report(layout.BUILDING)
+        self._report(slot_layout.BUILDING)
         self._in_flight.clear()
         while True:
             opening = pack_opening(self.slots, self._envs)
@@ -223,7 +222,7 @@ class Relay(Worker):
         # What was in flight is requested again; what the far end has replayed or done since, it only reports.
         self._sent[...] = self.slots["simulated"][self._envs]
         self.slots["built"][self.setup.index] = len(self._envs)
-        self._report(layout.WAITING)
+        self._report(slot_layout.WAITING)
         self._client.ring()
 
     def run_pending(self) -> int:
@@ -248,7 +247,7 @@ class Relay(Worker):
         new = requested > self._sent
         if not new.any():
             return 0
-        self._report(layout.WORKING)
+        self._report(slot_layout.WORKING)
         for ticket in np.unique(requested[new]).tolist():  # a group each, the oldest first
             envs = self._envs[new & (requested == ticket)]
             for part in slices(len(envs), self._answer_bytes, ANSWER_BYTES):
@@ -277,7 +276,7 @@ class Relay(Worker):
             self._announce(sent)
             served += len(sent.envs)
             if not self._in_flight:
-                self._report(layout.WAITING)
+                self._report(slot_layout.WAITING)
         wait = Wait(self._deadline.inner(), begin_ns=self._heard_ns)
         if self._in_flight and wait.late():
             raise FarLost(f"it has not answered for {wait.silent_s():.1f} s")
@@ -317,7 +316,7 @@ class Relay(Worker):
 
 def pack_request(slots: Slots, envs: Int) -> bytes:
     """The request for the tickets of `envs`. A reset carries the actions that it replays."""
-    resets = slots["op"][envs] == layout.RESET
+    resets = slots["op"][envs] == slot_layout.RESET
     return b"".join(_rows(slots, envs, REQUEST, np.where(resets, slots["base_step"][envs], 0)))
 
 
@@ -357,7 +356,7 @@ def unpack_answer(answer: bytes, slots: Slots, envs: Int, draws: bool) -> None:
         slots["history"][env, base : base + steps] = slots["action"][env, :steps]
     # Another machine's clock started at another time: count its answer as sent when it arrived here. That keeps
     # durations and order, and is late by the few hundred microseconds of the transfer.
-    physics = slice(layout.PHYSICS_START, layout.PHYSICS_END + 1)
+    physics = slice(slot_layout.PHYSICS_START, slot_layout.PHYSICS_END + 1)
     slots["times_ns"][envs, physics] += time.monotonic_ns() - sent_ns
 
 
@@ -370,7 +369,7 @@ def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ..
 
     They are exactly what a physics worker writes on that occasion: the row of an inactive environment stays as it was.
     """
-    reset, ended = slots["op"][envs] == layout.RESET, _ended(slots, envs)
+    reset, ended = slots["op"][envs] == slot_layout.RESET, _ended(slots, envs)
     active = slots["active"][envs]
     begun = (slots["episode_step"][envs] == 0) | reset
     return [

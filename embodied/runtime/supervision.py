@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 from embodied.errors import UserError
 from sim_farm.client.farm import WorkerFailed
-from sim_farm.shared_memory.private_memory import private_bytes
+from sim_farm.workers.worker import private_bytes
 
 # --- deadlines
 

@@ -93,9 +93,6 @@ if __name__ == "__main__":
 # pyright: reportAttributeAccessIssue=false
 
 
-
-
-
 if "MUJOCO_GL" in os.environ:
     import mujoco
 else:

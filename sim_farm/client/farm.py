@@ -24,72 +24,21 @@ from sim_farm.client.observations import Int, Observations
 from sim_farm.client.task_farm import (
     RENDERER_START_S,
     SNAPSHOT,
+    Group,
     GroupError,
     GroupState,
     TaskFarm,
     WorkerFailed,
     WorkerTimeout,
+    check_snapshot,
     check_spec,
 )
 from sim_farm.contract import FarmError, Float32, TaskInfo
-from sim_farm.episodes import Float64
+from sim_farm.episodes import ANY, Float64
 from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory, nbytes_of
-from sim_farm.shared_memory.layout import FarmSpec, slot_fields
 from sim_farm.shared_memory.memory import Block, require, size_of
-from sim_farm.shared_memory.worker_memory import BELL, WorkerMemory
+from sim_farm.shared_memory.slot_layout import BELL, FarmSpec, WorkerMemory, slot_fields
 from sim_farm.workers.hosts import Host
-
-
-def reserve(
-    specs: Sequence[FarmSpec], infos: Sequence[TaskInfo], shared: bool, frame_rows: int | None
-) -> tuple[list[Block], Block, FrameMemory | None]:
-    """Each task's slots, the client's bell, and the frame memory where there are cameras; of `frame_rows`, or with two
-    rows for every environment.
-
-    Raises `FarmError`, before any is taken, unless all of it fits.
-    """
-    cameras, size = len(infos[0].cameras), infos[0].spec.image_size
-    rows = 2 * sum(spec.num_envs for spec in specs) if frame_rows is None else frame_rows
-    fields = [slot_fields(spec, info) for spec, info in zip(specs, infos, strict=True)]
-    if shared:
-        needs = {"the farm's slots": sum(size_of(each) for each in fields)}
-        if cameras:
-            needs[f"the frame memory ({rows:,} rows of {cameras} x {size} x {size} pixels)"] = nbytes_of(
-                rows, cameras, size
-            )
-        require(needs)
-    frames = FrameMemory.create(rows, cameras, size, shared) if cameras else None
-    return [Block.create(each, shared) for each in fields], Block.create(BELL, shared), frames
-
-
-def check_lengths(tasks: int, hosts: Sequence[Host], cores: Sequence[tuple[int | None, ...]]) -> None:
-    """Raise `FarmError` unless there are hosts and cores for the tasks, and hosts of one kind."""
-    if len(hosts) != tasks or (cores and len(cores) != tasks):
-        raise FarmError(
-            f"a farm of {tasks} tasks takes one host or {tasks}, and cores for none or for each task; got "
-            f"{len(hosts)} hosts and cores for {len(cores)} tasks"
-        )
-    if len({host.shared for host in hosts}) > 1:
-        raise FarmError("the workers of a farm are all in this process, or none is: give hosts of one kind")
-
-
-def check_alike(infos: Sequence[TaskInfo]) -> None:
-    """Raise `FarmError` where the tasks cannot share one policy and one frame memory."""
-    first = infos[0]
-    for other in infos[1:]:
-        for what, one, two, remedy in (
-            ("actions of size", first.action_dim, other.action_dim, "choose a control mode with as many in both"),
-            ("cameras:", len(first.cameras), len(other.cameras), "name as many cameras for both"),
-            ("an image size of", first.spec.image_size, other.spec.image_size, "give both the same image_size"),
-        ):
-            if one != two:
-                raise FarmError(
-                    f"{first.spec.name} has {what} {one} and {other.spec.name} has {what} {two}, and the tasks of one "
-                    f"farm share them: {remedy}, or train the tasks in runs of their own"
-                )
-
-
-# --- the farm
 
 __all__ = [
     "RENDERER_START_S",
@@ -146,7 +95,7 @@ class Farm:
             first_row += 2 * spec.num_envs
             first_group += spec.groups
         self.tasks: tuple[TaskFarm, ...] = tuple(tasks)
-        self._groups = [(task, local) for task, spec in enumerate(specs) for local in range(spec.groups)]
+        self._groups: tuple[Group, ...] = tuple(group for task in tasks for group in task.groups)
         self._bell = self.tasks[0].memory.client
 
     @classmethod
@@ -214,20 +163,18 @@ class Farm:
 
     def task_of(self, group: int) -> int:
         """Index of the group's task."""
-        return self._groups[group][0]
+        return self.tasks.index(self._groups[group].task)
 
     def envs_of(self, group: int) -> Int:
         """Indices of the group's environments within their task, in the order of its rows."""
-        task, local = self._local(group)
-        return task.envs_of(local)
+        return self._groups[group].envs
 
     def reset(self, group: int, rows: Int | None = None) -> None:
         """Begin each environment's first episode (or, after `restore`, continue where the snapshot was taken).
 
         `rows` [B] are as for `submit`.
         """
-        task, local = self._local(group)
-        task.reset(local, rows)
+        self._groups[group].reset(rows)
 
     def submit(self, group: int, actions: Float32, rows: Int | None = None, final_rows: Int | None = None) -> None:
         """Have the group execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored.
@@ -236,12 +183,11 @@ class Farm:
         [B] where the final observation of an episode goes that ends in this chunk. None: the environments' own rows,
         which are the first ones of the memory: 2 x the number of environments of all tasks.
         """
-        task, local = self._local(group)
-        task.submit(local, actions, rows, final_rows)
+        self._groups[group].submit(actions, rows, final_rows)
 
     def ready(self) -> list[int]:
         """Submitted groups whose results are there, the lowest number first."""
-        return [group for group in self._submitted() if self._done(group)]
+        return [group.number for group in self._submitted() if group.done()]
 
     def wait_ready(self, deadline_s: float = 300.0) -> int:
         """Wait until a submitted group is done, at most `deadline_s` seconds without progress of any; of several,
@@ -252,32 +198,32 @@ class Farm:
         submitted = self._submitted()
         if not submitted:
             raise GroupError("no group is submitted; submit one before waiting")
-        self.wait(lambda: any(map(self._done, submitted)), lambda: self.late(deadline_s), deadline_s, self.progress_ns)
-        return next(filter(self._done, submitted))
+        self.wait(
+            lambda: any(group.done() for group in submitted),
+            lambda: self.late(deadline_s),
+            deadline_s,
+            self.progress_ns,
+        )
+        return next(group.number for group in submitted if group.done())
 
     def progress_ns(self) -> int:
         """The last progress of a submitted group, on the machine's monotonic clock; 0 where none is submitted."""
-        return max(map(self._progress_ns, self._submitted()), default=0)
+        return max((group.progress_ns() for group in self._submitted()), default=0)
 
     def late(self, deadline_s: float) -> WorkerTimeout:
         """The error that names the worker of the submitted group whose progress is longest ago; not raised here."""
-        return self._timeout(min(self._submitted(), key=self._progress_ns), deadline_s)
+        return min(self._submitted(), key=lambda group: group.progress_ns()).late(deadline_s)
 
     def collect(self, group: int, deadline_s: float = 300.0) -> Observations:
         """Wait for the group, at most `deadline_s` seconds without progress of a worker that it waits for, and read it.
 
         Raises `WorkerTimeout` naming the worker and what it was doing, `WorkerFailed` with its message.
         """
-        task, local = self._local(group)
-        if task.state_of(local) is not GroupState.SUBMITTED:
-            raise GroupError(f"group {group} is {task.state_of(local).value}; submit it before collecting")
-        self.wait(
-            lambda: task.done(local),
-            lambda: self._timeout(group, deadline_s),
-            deadline_s,
-            lambda: task.progress_ns(local),
-        )
-        return task.collect(local)
+        awaited = self._groups[group]
+        if awaited.state is not GroupState.SUBMITTED:
+            raise GroupError(f"group {group} is {awaited.state.value}; submit it before collecting")
+        self.wait(awaited.done, lambda: awaited.late(deadline_s), deadline_s, awaited.progress_ns)
+        return awaited.read()
 
     def ring_client(self) -> None:
         """Wake the client: what it waits for in `wait`, beside groups, may have come."""
@@ -288,25 +234,8 @@ class Farm:
         """Number of frames that this client has copied out of the frame memory so far."""
         return 0 if self.frames is None else self.frames.copies
 
-    def _local(self, group: int) -> tuple[TaskFarm, int]:
-        task, local = self._groups[group]
-        return self.tasks[task], local
-
-    def _submitted(self) -> list[int]:
-        places = enumerate(self._groups)
-        return [g for g, (task, local) in places if self.tasks[task].state_of(local) is GroupState.SUBMITTED]
-
-    def _done(self, group: int) -> bool:
-        task, local = self._local(group)
-        return task.done(local)
-
-    def _progress_ns(self, group: int) -> int:
-        task, local = self._local(group)
-        return task.progress_ns(local)
-
-    def _timeout(self, group: int, deadline_s: float) -> WorkerTimeout:
-        task, local = self._local(group)
-        return task.timeout(local, deadline_s)
+    def _submitted(self) -> list[Group]:
+        return [group for group in self._groups if group.state is GroupState.SUBMITTED]
 
     def wait(
         self,
@@ -315,7 +244,7 @@ class Farm:
         deadline_s: float,
         progress_ns: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait until it is done: a group, or what somebody else rings the client for (`ring_client`).
+        """Wait until it is done: a group, or something else for which the client is rung (`ring_client`).
 
         From the last progress, whose time is `progress_ns`, the deadline counts anew. Raises what `late` returns once
         it has passed, and `WorkerFailed`.
@@ -338,7 +267,9 @@ class Farm:
 
         Arrays of task 0 have their own names, those of task i begin with `"{i}."`.
         """
-        return {_prefix(i) + key: array for i, task in enumerate(self.tasks) for key, array in task.snapshot().items()}
+        if any(group.state is not GroupState.COLLECTED for group in self._groups):
+            raise GroupError("collect every group before taking a snapshot")
+        return {_prefix(i) + key: task.slots[key].copy() for i, task in enumerate(self.tasks) for key in SNAPSHOT}
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Make the next `reset` continue from a snapshot: each episode is replayed from its seed and actions."""
@@ -346,15 +277,18 @@ class Farm:
         for i, task in enumerate(self.tasks):
             prefix = _prefix(i)
             parts.append({key: snapshot[prefix + key] for key in SNAPSHOT if prefix + key in snapshot})
-            task.check_snapshot(parts[-1])
+            check_snapshot(parts[-1], task.slots, task.spec.task)
         for task, part in zip(self.tasks, parts, strict=True):
-            task.restore(part)
+            for key in SNAPSHOT:
+                task.slots[key][...] = part.get(key, ANY)
 
     def hold(self, episodes: int, task: int | None = None) -> None:
         """Let every environment, of one task or of all, rest once it has ended so many episodes. After the limit is
         raised, `reset` begins the next episode."""
         for each in self._of(task):
-            each.hold(episodes)
+            if any(group.state is GroupState.SUBMITTED for group in each.groups):
+                raise GroupError("collect every group before moving the limit of episodes")
+            each.slots["limit"][:] = episodes
 
     def draw_starts(self, task: int, shares: Float64 | None) -> None:
         """From now on, draw the starts of a task's episodes with these shares [S], which need not add up to one; None:
@@ -372,7 +306,7 @@ class Farm:
 
         Raises `GroupError` unless every group is collected, and what `collect` raises.
         """
-        if not all(each.all_collected() for each in self._of(task)):
+        if any(group.state is not GroupState.COLLECTED for each in self._of(task) for group in each.groups):
             raise GroupError("collect every group before the renderers leave")
         return self._switch_renderers(True, deadline_s, task)
 
@@ -403,17 +337,17 @@ class Farm:
 
     def built(self) -> int:
         """Environments built so far, over all tasks."""
-        return sum(task.built() for task in self.tasks)
+        return sum(int(task.slots["built"][: task.spec.physics_workers].sum()) for task in self.tasks)
 
     def private_bytes(self) -> tuple[Int, ...]:
         """Private memory of each worker's process after building, in bytes, int64 [workers] per task; 0 of workers in
         this process and on other machines."""
-        return tuple(task.private_bytes() for task in self.tasks)
+        return tuple(task.slots["private_bytes"].copy() for task in self.tasks)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that crossed to and from physics workers on other machines so far."""
-        return sum(task.wire_bytes for task in self.tasks)
+        return sum(int(task.slots["wire_bytes"].sum()) for task in self.tasks)
 
     def check(self) -> None:
         """Raise `WorkerFailed` with the message of a worker that met an error, or whose renderer hangs at its start."""
@@ -434,7 +368,8 @@ class Farm:
         """End the workers and, in the process that created the farm, remove its memory."""
         self.stop()
         for task in self.tasks:
-            task.join(deadline_s)
+            for handle in task.handles:
+                handle.close(deadline_s)
         self.detach()
 
     def detach(self) -> None:
@@ -448,3 +383,55 @@ class Farm:
 
 def _prefix(task: int) -> str:
     return f"{task}." if task else ""
+
+
+# --- before a farm starts: what is checked, and the memory that is reserved
+
+
+def reserve(
+    specs: Sequence[FarmSpec], infos: Sequence[TaskInfo], shared: bool, frame_rows: int | None
+) -> tuple[list[Block], Block, FrameMemory | None]:
+    """Each task's slots, the client's bell, and the frame memory where there are cameras; of `frame_rows`, or with two
+    rows for every environment.
+
+    Raises `FarmError`, before any is taken, unless all of it fits.
+    """
+    cameras, size = len(infos[0].cameras), infos[0].spec.image_size
+    rows = 2 * sum(spec.num_envs for spec in specs) if frame_rows is None else frame_rows
+    fields = [slot_fields(spec, info) for spec, info in zip(specs, infos, strict=True)]
+    if shared:
+        needs = {"the farm's slots": sum(size_of(each) for each in fields)}
+        if cameras:
+            needs[f"the frame memory ({rows:,} rows of {cameras} x {size} x {size} pixels)"] = nbytes_of(
+                rows, cameras, size
+            )
+        require(needs)
+    frames = FrameMemory.create(rows, cameras, size, shared) if cameras else None
+    return [Block.create(each, shared) for each in fields], Block.create(BELL, shared), frames
+
+
+def check_lengths(tasks: int, hosts: Sequence[Host], cores: Sequence[tuple[int | None, ...]]) -> None:
+    """Raise `FarmError` unless there are hosts and cores for the tasks, and hosts of one kind."""
+    if len(hosts) != tasks or (cores and len(cores) != tasks):
+        raise FarmError(
+            f"a farm of {tasks} tasks takes one host or {tasks}, and cores for none or for each task; got "
+            f"{len(hosts)} hosts and cores for {len(cores)} tasks"
+        )
+    if len({host.shared for host in hosts}) > 1:
+        raise FarmError("the workers of a farm are all in this process, or none is: give hosts of one kind")
+
+
+def check_alike(infos: Sequence[TaskInfo]) -> None:
+    """Raise `FarmError` where the tasks cannot share one policy and one frame memory."""
+    first = infos[0]
+    for other in infos[1:]:
+        for what, one, two, remedy in (
+            ("actions of size", first.action_dim, other.action_dim, "choose a control mode with as many in both"),
+            ("cameras:", len(first.cameras), len(other.cameras), "name as many cameras for both"),
+            ("an image size of", first.spec.image_size, other.spec.image_size, "give both the same image_size"),
+        ):
+            if one != two:
+                raise FarmError(
+                    f"{first.spec.name} has {what} {one} and {other.spec.name} has {what} {two}, and the tasks of one "
+                    f"farm share them: {remedy}, or train the tasks in runs of their own"
+                )

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.shared_memory import layout
+from sim_farm.shared_memory import slot_layout
 
 Slots = Mapping[str, npt.NDArray[Any]]
 
-BUSY = (layout.BUILDING, layout.WORKING, layout.OPENING, layout.CLOSING, layout.REPLAYING)
+BUSY = (slot_layout.BUILDING, slot_layout.WORKING, slot_layout.OPENING, slot_layout.CLOSING, slot_layout.REPLAYING)
 """Phases in which a worker is expected to make progress, whatever is requested of it."""
 
 
@@ -38,7 +38,7 @@ def stuck_since_ns(slots: Slots, worker: int) -> int | None:
     """The worker's last progress, or the time at which it was given the work that it has not begun, if that is later;
     on the machine's monotonic clock. None where it has no work."""
     phase, progress = int(slots["phase"][worker]), int(slots["since_ns"][worker])
-    if phase == layout.FAILED:
+    if phase == slot_layout.FAILED:
         return None
     waiting = _given_ns(slots, worker)
     if phase in BUSY:
@@ -52,13 +52,13 @@ def doing(slots: Slots, worker: int) -> str:
     still_s = (time.monotonic_ns() - begin_ns) / 1e9 if begin_ns else 0.0
     phase = int(slots["phase"][worker])
     begun = "" if phase in BUSY else ", and has not begun what was requested"
-    return f"has been {layout.PHASES[phase]} for {still_s:.1f} s without progress{begun}"
+    return f"has been {slot_layout.PHASES[phase]} for {still_s:.1f} s without progress{begun}"
 
 
 def restarted(slots: Slots, worker: int) -> None:
     """Call this when a worker is replaced: the time of its successor begins now."""
     slots["since_ns"][worker] = time.monotonic_ns()
-    slots["phase"][worker] = layout.STARTING
+    slots["phase"][worker] = slot_layout.STARTING
 
 
 def done_by(slots: Slots, worker: int) -> int:
@@ -77,7 +77,7 @@ def _given_ns(slots: Slots, worker: int) -> int | None:
     """When the oldest work that the worker has not done was given to it; None without such work."""
     simulate = (slots["physics_of"] == worker) & (slots["requested"] > slots["simulated"])
     draw = (slots["renderer_of"] == worker) & (slots["simulated"] > slots["drawn"])
-    given = [*slots["requested_ns"][simulate], *slots["times_ns"][draw, layout.PHYSICS_END]]
+    given = [*slots["requested_ns"][simulate], *slots["times_ns"][draw, slot_layout.PHYSICS_END]]
     if slots["draws"][worker] and slots["left"][worker] != slots["away"][0]:
         given.append(slots["away_ns"][0])
     return int(np.min(given)) if given else None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, UInt8
 from sim_farm.shared_memory.frame_memory import FrameMemory, is_stamped
-from sim_farm.shared_memory.layout import GroupSlots, Slots, texts
+from sim_farm.shared_memory.slot_layout import GroupSlots, Slots, texts
 
 Int = npt.NDArray[np.int64]
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
-from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.physics_worker import PhysicsWorker
 from sim_farm.workers.render_worker import RenderWorker
-from sim_farm.workers.workers import Worker, WorkerSetup
+from sim_farm.workers.worker import Worker, WorkerSetup
 
 
 class WorkerHandle(Protocol):

@@ -9,10 +9,10 @@ import numpy as np
 from sim_farm import render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult
 from sim_farm.registry import make_physics
-from sim_farm.shared_memory import layout
+from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
-from sim_farm.shared_memory.worker_memory import WorkerMemory
-from sim_farm.workers.workers import Worker, WorkerSetup
+from sim_farm.shared_memory.slot_layout import WorkerMemory
+from sim_farm.workers.worker import Worker, WorkerSetup
 
 
 class PhysicsWorker(Worker):
@@ -36,7 +36,7 @@ class PhysicsWorker(Worker):
 
     def build(self) -> None:
         """Build every environment, and bring the episodes of a lost predecessor to the state in which it left them."""
-        self._report(layout.BUILDING)
+        self._report(slot_layout.BUILDING)
         self._strike("start")
         render_devices.ask(self.setup.device)
         for env in self._envs:
@@ -47,19 +47,19 @@ class PhysicsWorker(Worker):
         self._place_renderer()
         self._replay_all()
         self._report_memory()
-        self._report(layout.WAITING)
+        self._report(slot_layout.WAITING)
 
     def run_pending(self) -> int:
         self._place_renderer()
         pending = self._pending(self._owned, "requested", "simulated")
         if pending:
-            self._report(layout.WORKING)
+            self._report(slot_layout.WORKING)
         last = {self.setup.spec.group_of(env): env for env in pending}
         for env in pending:
             self._serve_slot(env, last=last[self.setup.spec.group_of(env)] == env)
             self._progress()
         if pending:
-            self._report(layout.WAITING)
+            self._report(slot_layout.WAITING)
         return len(pending)
 
     def close(self) -> None:
@@ -71,14 +71,14 @@ class PhysicsWorker(Worker):
     def _serve_slot(self, env: int, last: bool) -> None:
         slots, ticket = self.slots, self.slots["requested"][env]
         times = slots["times_ns"][env]
-        times[layout.PHYSICS_START] = time.monotonic_ns()
-        if slots["op"][env] == layout.RESET:
+        times[slot_layout.PHYSICS_START] = time.monotonic_ns()
+        if slots["op"][env] == slot_layout.RESET:
             self._strike("reset")
             self._begin(env, int(slots["base_episode"][env]))
         else:
             self._strike("step")
             self._step(env)
-        times[layout.PHYSICS_END] = time.monotonic_ns()
+        times[slot_layout.PHYSICS_END] = time.monotonic_ns()
         drawn_here = self._frame_writer is not None or not self._draws
         if self._frame_writer is not None:
             self._frame_writer.draw(env)
@@ -94,20 +94,20 @@ class PhysicsWorker(Worker):
     def _begin(self, env: int, episode: int) -> None:
         """Start the environment's `episode`-th episode, or rest if there is none."""
         slots = self.slots
-        start = int(slots["base_start" if slots["op"][env] == layout.RESET else "next_start"][env])
+        start = int(slots["base_start" if slots["op"][env] == slot_layout.RESET else "next_start"][env])
         spec = self._episode(env, episode, start)
         slots["episode"][env] = episode
         slots["start"][env] = start
         slots["episode_step"][env] = 0
         slots["active"][env] = spec is not None
-        if slots["op"][env] == layout.RESET:
+        if slots["op"][env] == slot_layout.RESET:
             self._rest(env)
         if spec is None:
             for key in ("state", "proprio"):
                 slots[key][env] = 0
             return
         physics = self._physics[env]
-        base = int(slots["base_step"][env]) if slots["op"][env] == layout.RESET else 0
+        base = int(slots["base_step"][env]) if slots["op"][env] == slot_layout.RESET else 0
         result = physics.reset(spec)
         if base:
             result = physics.step(slots["history"][env, :base])
@@ -168,7 +168,7 @@ class PhysicsWorker(Worker):
         slots["proprio"][env] = 0 if env in self._broken else result.proprio
         if self._draws:
             slots["scene"][env] = result.scene
-        if slots["episode_step"][env] == 0 or slots["op"][env] == layout.RESET:
+        if slots["episode_step"][env] == 0 or slots["op"][env] == slot_layout.RESET:
             self._instruct(env, result)
 
     def _instruct(self, env: int, result: PhysicsResult) -> None:
@@ -185,7 +185,7 @@ class PhysicsWorker(Worker):
     def _replay_all(self) -> None:
         begun = [env for env in self._envs if self.slots["simulated"][env]]
         if begun:
-            self._report(layout.REPLAYING)
+            self._report(slot_layout.REPLAYING)
         for env in begun:
             self._strike("replay")
             self._replay(env)

@@ -15,7 +15,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.learning.learner import Learner
 from embodied.run.checkpoint import RunState
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.trajectories.batch import Trajectories

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from embodied.runtime.api import NodeInfo
-from embodied.runtime.ray.farm import RayHost
+from embodied.runtime.ray.farm_workers import RayHost
+from embodied.runtime.ray.local_ray import AUTHENTICATION
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.ray.session import AUTHENTICATION
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -33,7 +33,7 @@ from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Plac
 from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 

@@ -35,18 +35,18 @@ from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import plan_run
 from embodied.reporting.metrics import read
 from embodied.runtime import remote
-from embodied.runtime.inline import InlineRuntime
+from embodied.runtime.api import InlineRuntime
 from embodied.runtime.ray import cluster as ray_cluster
-from embodied.runtime.ray.farm import RayHost
+from embodied.runtime.ray.actors import RayHandle
+from embodied.runtime.ray.farm_workers import RayHost
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.ray.workers import RayHandle
 from embodied.runtime.supervision import Deadline
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
 from sim_farm.shared_memory.memory import FOLDER
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from tests.embodied import test_learner_ranks
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import assert_equal
@@ -411,9 +411,7 @@ class Player:
 @pytest.mark.parametrize(
     ("name", "blow"), [pytest.param("frail", signal.SIGSTOP, marks=pytest.mark.slow), ("far", signal.SIGKILL)]
 )
-def test_a_lost_node_is_named_with_its_workers(
-    name: str, blow: signal.Signals, machines: Machines
-) -> None:
+def test_a_lost_node_is_named_with_its_workers(name: str, blow: signal.Signals, machines: Machines) -> None:
     """A machine that hangs and one that dies, with work on its way to it. The last tests: they cost a node each."""
     lost = machines.node(name)
     spec = replace(PICTURES, physics_workers=2)

@@ -29,7 +29,7 @@ from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 

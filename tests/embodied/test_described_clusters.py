@@ -16,11 +16,11 @@ from embodied.execution.assignment import assign
 from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.session import Session
 from embodied.planning.clusters import leaving_home
-from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.ray.workers import RayHandle
+from embodied.runtime.handles import WorkerGroup
+from embodied.runtime.ray.actors import RayHandle
 from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import CORES
 from tests.embodied.test_instances import acting, assert_learned_alike, computed_here

@@ -27,7 +27,7 @@ from embodied.learning.offload import Offload
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.run import checkpoint
-from embodied.runtime.ray.workers import _portable
+from embodied.runtime.ray.actors import _portable
 from embodied.trajectories.batch import TensorDecisions, Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.workflows.context import make_policy
@@ -38,7 +38,7 @@ from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.frame_memory import FrameMemory
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.embodied.pretend_device import DEVICE, Far, MixedDevices, PretendDevice
 from tests.policies.openvla.tiny import write_tiny
@@ -421,9 +421,7 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
     return {str(path.relative_to(found)): path.read_bytes() for path in sorted(found.rglob("*.safetensors"))}
 
 
-@pytest.mark.parametrize(
-    ("one_process", "unload"), often([(True, True)], [(True, False), (True, True), (False, True)])
-)
+@pytest.mark.parametrize(("one_process", "unload"), often([(True, True)], [(True, False), (True, True), (False, True)]))
 def test_a_run_on_a_gpu_is_that_on_a_cpu(one_process: bool, unload: bool, gpu: PretendDevice, tmp_path: Path) -> None:
     found = run("auto", tmp_path / "gpu", one_process, unload)
     assert gpu.waits and found == run("cpu", tmp_path / "cpu", one_process, unload)

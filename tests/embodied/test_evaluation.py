@@ -29,7 +29,7 @@ from embodied.rollout.evaluator import EpisodeOutcome, deal_out
 from embodied.run.folder import settings_of
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers import faults
 from tests.embodied import evaluations
 from tests.embodied.evaluations import assert_same_episodes, config, evaluated

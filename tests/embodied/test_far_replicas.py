@@ -23,7 +23,7 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import Session
 from embodied.rollout.environment_groups import DecisionRequest
 from embodied.rollout.replicas import Message, Reply
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.remote import CALL_BYTES
 from embodied.runtime.shared_tensors import Overwritten, TensorPublisher
 from policies.contract import Action, Inputs

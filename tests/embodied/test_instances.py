@@ -15,7 +15,7 @@ from embodied.devices import Affinity
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import Session, open_session
-from embodied.runtime.groups import rank_names
+from embodied.runtime.handles import rank_names
 from embodied.runtime.ray.runtime import RayRuntime
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from tests.embodied.runs import CORES, assigned, inline

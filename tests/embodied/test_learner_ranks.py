@@ -28,7 +28,7 @@ from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 from embodied.learning.learner import Learner
 from embodied.run import checkpoint
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.trajectories.batch import Trajectories

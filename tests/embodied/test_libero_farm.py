@@ -22,7 +22,7 @@ from embodied.execution.session import Session, open_session
 from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from tests import libero_assets
 
 libero_assets.require()

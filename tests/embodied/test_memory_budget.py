@@ -17,9 +17,9 @@ import schedulers
 from embodied.errors import UserError
 from embodied.execution.recovery import FILE
 from embodied.runtime.handles import Handle
-from embodied.runtime.ray import workers
+from embodied.runtime.ray import actors
+from embodied.runtime.ray.actors import RayHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.ray.workers import RayHandle
 from embodied.runtime.supervision import LimitTooSmall, MemoryChecks, MemoryLimit, WorkerTooLarge
 from schedulers import DeviceRange, Phase, Placement, Plan
 from sim_farm.client.farm import Farm
@@ -66,7 +66,7 @@ def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
 ) -> None:
     """PyTorch alone takes more than the limit: policy worker or learner is replaced after every iteration."""
     run(config_of("inline"), tmp_path / "whole")
-    monkeypatch.setattr(workers, "SETTLES", 0)
+    monkeypatch.setattr(actors, "SETTLES", 0)
     config = config_of("ray")
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
     result = run(limited, tmp_path / "run")
@@ -87,7 +87,7 @@ def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_co
     config = config_of("ray")
     config = config.model_copy(update={"plan": config.plan.model_copy(update={"file": tmp_path / "plan.json"})})
     run(config, tmp_path / "whole")
-    monkeypatch.setattr(workers, "SETTLES", 0)
+    monkeypatch.setattr(actors, "SETTLES", 0)
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
     assert run(limited, tmp_path / "run")["recoveries"] == 2, "after iterations 2 and 4 of 5"
     assert_same_run(tmp_path / "run", tmp_path / "whole")

@@ -22,7 +22,7 @@ from sim_farm.client.farm import Farm
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
 from sim_farm.registry import make_physics, make_renderer
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 

@@ -73,9 +73,7 @@ def test_recorded_states_that_were_trained_on_are_counted(run: Path, tmp_path: P
 def test_the_runs_that_a_run_began_from_count_too(run: Path, tmp_path: Path) -> None:
     further = [{"task": "libero/libero_spatial/1", "init_states": "40-44"}]
     first = as_run(run, tmp_path / "a", env={"task": SPATIAL, "init_states": "0-9"}, extra_tasks=further)
-    second = as_run(
-        run, tmp_path / "b", env={"task": SPATIAL, "init_states": "5-14"}, policy={"init": str(first)}
-    )
+    second = as_run(run, tmp_path / "b", env={"task": SPATIAL, "init_states": "5-14"}, policy={"init": str(first)})
     found = lineage(second, PLAIN)
     assert found.starts(SPATIAL, EVERY).trained == 15 and not found.unknown
     assert found.starts("libero/libero_spatial/1", EVERY).trained == 5

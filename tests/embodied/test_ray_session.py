@@ -19,8 +19,8 @@ import pytest
 import ray
 
 from embodied.errors import UserError
-from embodied.runtime.ray import session
-from embodied.runtime.ray.session import LOCK, LONGEST, RayProcesses, RaySession, private_folder
+from embodied.runtime.ray import local_ray
+from embodied.runtime.ray.local_ray import LOCK, LONGEST, RayProcesses, RaySession, private_folder
 
 NOBODY = 65534
 
@@ -31,9 +31,9 @@ def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
     folder.chmod(0o755)
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    for name in session.AUTHENTICATION:
+    for name in local_ray.AUTHENTICATION:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(session, "_read_again", lambda: None)  # the Ray that modules share needs its token still
+    monkeypatch.setattr(local_ray, "_read_again", lambda: None)  # the Ray that modules share needs its token still
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -129,7 +129,7 @@ def test_what_failed_leaves_its_logs_until_the_next_start(base: Path) -> None:
 
 KILLED = """
 import os, signal, subprocess, sys
-from embodied.runtime.ray.session import RaySession
+from embodied.runtime.ray.local_ray import RaySession
 session = RaySession()
 helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
 session.watch([helper.pid])

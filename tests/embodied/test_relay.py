@@ -32,10 +32,9 @@ from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import Farm
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
-from sim_farm.shared_memory.layout import FarmSpec
-from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory
 from sim_farm.workers.hosts import InProcess, WorkerHandle
-from sim_farm.workers.workers import WorkerSetup
+from sim_farm.workers.worker import WorkerSetup
 from tests.sim_farm.driving import Trace, assert_same, drive, run
 from tests.variants import often
 

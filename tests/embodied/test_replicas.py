@@ -23,9 +23,9 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import PolicyRole
 from embodied.execution.session import Session
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
+from embodied.runtime.ray.actors import RayHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.ray.workers import RayHandle
 from embodied.runtime.supervision import Deadline
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe

@@ -27,9 +27,8 @@ from embodied.execution.session import Session
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
-from embodied.runtime.api import Runtime
+from embodied.runtime.api import InlineRuntime, Runtime
 from embodied.runtime.handles import Handle
-from embodied.runtime.inline import InlineRuntime
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.supervision import Deadline, Wait

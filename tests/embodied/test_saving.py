@@ -30,7 +30,7 @@ from embodied.run.background_writer import BackgroundWriter
 from embodied.run.checkpoint import CheckpointError, RunState
 from embodied.run.folder import prepare_run
 from embodied.run.trace import load
-from embodied.runtime.inline import InlineRuntime
+from embodied.runtime.api import InlineRuntime
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.supervision import WorkerTooLarge

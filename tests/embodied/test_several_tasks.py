@@ -24,7 +24,7 @@ from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
 from embodied.rollout.rollout_summary import EpisodePart
-from embodied.runtime.inline import LocalHandle
+from embodied.runtime.api import LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import iteration_metrics
 from embodied.training import loop as training

@@ -27,7 +27,7 @@ from policies import PolicySpec
 from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.embodied.held import held
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run

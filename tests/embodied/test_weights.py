@@ -40,7 +40,7 @@ from embodied.learning.weight_sync import (
     transports_to,
 )
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
-from embodied.runtime.groups import WorkerGroup
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.shared_tensors import Overwritten, SharedTensors, TensorPublisher
 from embodied.workflows.context import WorkerContext

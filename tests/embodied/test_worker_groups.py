@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from embodied.errors import UserError
-from embodied.runtime.api import Runtime
-from embodied.runtime.groups import WorkerGroup
-from embodied.runtime.inline import InlineRuntime, LocalHandle
+from embodied.runtime.api import InlineRuntime, LocalHandle, Runtime
+from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout

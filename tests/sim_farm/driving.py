@@ -10,7 +10,7 @@ import numpy as np
 
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ import pytest
 from sim_farm.backends.tabletop.physics import TabletopPhysics
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from tests.sim_farm.driving import Trace, assert_same, run
 from tests.sim_farm.test_workers import Fate, run_with
 

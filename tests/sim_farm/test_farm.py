@@ -17,12 +17,11 @@ from sim_farm.client.observations import StaleFrame, UnwrittenFrame
 from sim_farm.contract import Backend, EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.registry import BACKENDS, make_physics, make_renderer
-from sim_farm.shared_memory import layout
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.memory import MAGIC
-from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory
 from sim_farm.workers.hosts import InProcess, WorkerHandle
-from sim_farm.workers.workers import WorkerSetup
+from sim_farm.workers.worker import WorkerSetup
 from tests.sim_farm.driving import Row, Trace, actions_for, append, assert_same, drive, mixed_policy, run
 from tests.variants import often
 
@@ -243,7 +242,7 @@ def test_a_renderer_that_hangs_at_its_start_is_named_with_the_way_out() -> None:
     with closing(Farm.create(spec, InProcess())) as farm:
         slots = farm.tasks[0].slots
         slots["since_ns"][1] = time.monotonic_ns() - int(1e9 * (RENDERER_START_S - 20))
-        slots["phase"][1] = layout.OPENING
+        slots["phase"][1] = slot_layout.OPENING
         farm.check()
         slots["since_ns"][1] -= int(30e9)
         with pytest.raises(WorkerFailed, match="render 0 has been starting its renderer.*MUJOCO_GL=osmesa"):

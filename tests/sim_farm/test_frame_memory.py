@@ -18,8 +18,8 @@ from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, evaluation_episodes
 from sim_farm.shared_memory import memory
 from sim_farm.shared_memory.frame_memory import FrameMemory, nbytes_of
-from sim_farm.shared_memory.layout import FarmSpec
 from sim_farm.shared_memory.memory import FOLDER, MAGIC
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import actions_for, drive, mixed_policy, run
 from tests.sim_farm.test_workers import Processes

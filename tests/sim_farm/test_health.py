@@ -16,8 +16,8 @@ from sim_farm.client.farm import Farm, WorkerTimeout
 from sim_farm.client.health import hung, restarted, stuck_since_ns
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory import layout
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory import slot_layout
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import actions_for, drive
 from tests.sim_farm.test_workers import Fate, MortalWorkers, Processes, processes, until
@@ -47,14 +47,14 @@ def test_an_idle_worker_is_never_hung(farm: Farm) -> None:
     assert stuck_since_ns(slots, PHYSICS) is None
 
 
-@pytest.mark.parametrize("phase", [layout.BUILDING, layout.WORKING, layout.OPENING, layout.CLOSING])
+@pytest.mark.parametrize("phase", [slot_layout.BUILDING, slot_layout.WORKING, slot_layout.OPENING, slot_layout.CLOSING])
 def test_a_worker_that_is_busy_is_hung_once_it_makes_no_progress_for_so_long(farm: Farm, phase: int) -> None:
     slots = farm.tasks[0].slots
     slots["phase"][RENDER] = phase
     slots["since_ns"][RENDER] = ago(50)
     assert hung(slots, RENDER, 60) is None
     said = hung(slots, RENDER, 40)
-    assert said is not None and said.startswith(f"render 0 has been {layout.PHASES[phase]} for 50.")
+    assert said is not None and said.startswith(f"render 0 has been {slot_layout.PHASES[phase]} for 50.")
     assert hung(slots, PHYSICS, 40) is None, "another worker's work is not its own"
 
 
@@ -76,21 +76,21 @@ def test_a_scene_that_is_not_drawn_counts_from_when_it_was_simulated(farm: Farm)
     slots["requested"][2] += 1
     slots["requested_ns"][2] = ago(100)
     slots["simulated"][2] += 1
-    slots["times_ns"][2, layout.PHYSICS_END] = ago(50)
+    slots["times_ns"][2, slot_layout.PHYSICS_END] = ago(50)
     assert hung(slots, RENDER, 60) is None and hung(slots, 0, SOON) is None
     assert "render 0 has been waiting for work for 50." in str(hung(slots, RENDER, 40))
 
 
 def test_a_worker_that_met_an_error_is_not_hung(farm: Farm) -> None:
     slots = farm.tasks[0].slots
-    slots["phase"][0], slots["since_ns"][0] = layout.FAILED, ago(3600)
+    slots["phase"][0], slots["since_ns"][0] = slot_layout.FAILED, ago(3600)
     slots["requested"][0] += 1
     assert hung(slots, 0, SOON) is None
 
 
 def test_the_successor_of_a_hung_worker_is_given_time_of_its_own(farm: Farm) -> None:
     slots = farm.tasks[0].slots
-    slots["phase"][0], slots["since_ns"][0] = layout.WORKING, ago(50)
+    slots["phase"][0], slots["since_ns"][0] = slot_layout.WORKING, ago(50)
     slots["requested"][0] += 1
     slots["requested_ns"][0] = ago(50)
     assert hung(slots, 0, 40) is not None
@@ -104,7 +104,7 @@ def test_a_stopped_worker_that_is_waiting_is_hung_as_soon_as_it_has_work_and_not
     with processes(SPEC) as (farm, host):
         slots = farm.tasks[0].slots
         drive(farm, end=1)
-        until(lambda: (slots["phase"] == layout.WAITING).all())
+        until(lambda: (slots["phase"] == slot_layout.WAITING).all())
         host.signal(PHYSICS, signal.SIGSTOP)
         time.sleep(2 * SOON)
         assert hung(slots, PHYSICS, SOON) is None, "it has no work"
@@ -115,7 +115,7 @@ def test_a_stopped_worker_that_is_waiting_is_hung_as_soon_as_it_has_work_and_not
         assert hung(slots, 0, SOON) is None and hung(slots, RENDER, SOON) is None, "they have done what they could"
         host.signal(PHYSICS, signal.SIGCONT)
         farm.collect(0, deadline_s=60)
-        until(lambda: (slots["phase"] == layout.WAITING).all())
+        until(lambda: (slots["phase"] == slot_layout.WAITING).all())
         assert [hung(slots, worker, 0) for worker in range(3)] == [None] * 3
         host.signal(RENDER, signal.SIGSTOP)
         with pytest.raises(WorkerTimeout, match="render 0 .* with its renderer to free"):
@@ -123,7 +123,7 @@ def test_a_stopped_worker_that_is_waiting_is_hung_as_soon_as_it_has_work_and_not
         assert hung(slots, RENDER, SOON) is not None
         host.signal(RENDER, signal.SIGCONT)
         farm.load_renderers(deadline_s=60)
-        until(lambda: slots["phase"][RENDER] == layout.WAITING)
+        until(lambda: slots["phase"][RENDER] == slot_layout.WAITING)
         assert hung(slots, RENDER, SOON) is None
 
 
@@ -135,7 +135,7 @@ def test_a_worker_that_is_stopped_while_it_works_is_hung_and_its_replacement_is_
         slots = farm.tasks[0].slots
         drive(farm, end=0)
         farm.submit(0, actions_for(farm, 0, 0))
-        until(lambda: slots["phase"][0] == layout.WORKING)
+        until(lambda: slots["phase"][0] == slot_layout.WORKING)
         host.signal(0, signal.SIGSTOP)
         until(lambda: hung(slots, 0, SOON))
         assert "physics 0 has been working for" in str(hung(slots, 0, SOON))
@@ -151,7 +151,7 @@ def test_a_farm_waits_longer_than_its_deadline_while_a_worker_goes_on() -> None:
     with processes(SPEC) as (farm, host):
         drive(farm, end=1)
         slots = farm.tasks[0].slots
-        until(lambda: (slots["phase"] == layout.WAITING).all())
+        until(lambda: (slots["phase"] == slot_layout.WAITING).all())
         host.signal(PHYSICS, signal.SIGSTOP)
         farm.submit(0, actions_for(farm, 0, 1))
         deadline_s, stopped = 1.0, time.monotonic()
@@ -186,7 +186,7 @@ def test_who_is_late_is_the_one_that_makes_no_progress() -> None:
     with closing(Farm.create(SPEC, host := Processes())) as farm:
         drive(farm, end=1)
         slots = farm.tasks[0].slots
-        until(lambda: (slots["phase"] == layout.WAITING).all())
+        until(lambda: (slots["phase"] == slot_layout.WAITING).all())
         for worker in (0, PHYSICS):
             host.signal(worker, signal.SIGSTOP)
         farm.submit(0, actions_for(farm, 0, 1))

@@ -12,7 +12,7 @@ import pytest
 from policies.scripted import libero
 from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.physics import LiberoPhysics
-from sim_farm.backends.libero.progress import HELD
+from sim_farm.backends.libero.reward import HELD
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from tests import libero_assets
 from tests.variants import often

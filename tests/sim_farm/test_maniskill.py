@@ -23,7 +23,7 @@ import pytest
 import sapien
 from mani_skill.utils.registration import REGISTERED_ENVS
 
-from sim_farm.backends.maniskill import shader
+from sim_farm.backends.maniskill import rendering
 from sim_farm.backends.maniskill.simulator import INSTRUCTIONS
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
@@ -397,7 +397,7 @@ def test_the_installed_shader_is_the_one_that_is_rewritten(monkeypatch: pytest.M
     before = sapien.render.get_camera_shader_dir()
     chosen: list[str] = []
     monkeypatch.setattr(sapien.render, "set_camera_shader_dir", chosen.append)
-    with shader.light_cameras():
+    with rendering.light_cameras():
         for name in ("minimal", "default"):
             sapien.render.set_camera_shader_dir(name)
     light = Path(chosen[0])
@@ -413,15 +413,15 @@ def test_without_a_cache_folder_pictures_are_drawn_as_sapien_does(
 ) -> None:
     (tmp_path / "embodied").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert shader._light.__wrapped__() == "minimal"
+    assert rendering._light.__wrapped__() == "minimal"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
-    light = Path(shader._light.__wrapped__())
+    light = Path(rendering._light.__wrapped__())
     assert light.name == "minimal" and [folder.name for folder in light.parents[1].iterdir()] == [light.parent.name]
 
 
 @pytest.mark.parametrize("text", ["", "an old part", "an old part, an old part"])
 def test_an_unknown_shader_is_not_rewritten(text: str) -> None:
-    found = shader._rewritten(text, {"an old part": "a new one"})
+    found = rendering._rewritten(text, {"an old part": "a new one"})
     assert found == ("a new one" if text == "an old part" else None)
 
 

@@ -18,9 +18,9 @@ from sim_farm.backends import mujoco_gl
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.contract import FarmError
 from sim_farm.render_devices import EglDevice, RenderDevice, check_drawn, egl_index, is_software
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
-from sim_farm.workers.workers import WorkerSetup
+from sim_farm.workers.worker import WorkerSetup
 from tests.sim_farm.driving import assert_same, drive, run
 from tests.sim_farm.test_farm import SPEC
 from tests.sim_farm.test_workers import processes, until
@@ -132,7 +132,7 @@ def test_egls_devices_are_those_that_mujoco_counts() -> None:
 
 
 def drawn(task: str, device: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sim_farm.drawing", task, device]
+    command = [sys.executable, "-m", "sim_farm.render_probe", task, device]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 

@@ -13,7 +13,7 @@ import pytest
 from sim_farm.client.farm import Farm, GroupError, RendererSwitch, WorkerTimeout
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests import libero_assets
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.conformance import random_actions

@@ -16,7 +16,7 @@ from sim_farm import make_physics
 from sim_farm.client.farm import Farm, GroupError, WorkerTimeout
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, mixed_policy, run
 from tests.sim_farm.test_workers import Processes, until

@@ -14,7 +14,7 @@ from sim_farm.client.farm import Farm
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes, ListedEpisodes, Starts, evaluation_episodes
 from sim_farm.registry import make_physics
-from sim_farm.shared_memory.layout import FarmSpec
+from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 

@@ -26,11 +26,10 @@ from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
 from sim_farm.shared_memory.frame_memory import FrameMemory
-from sim_farm.shared_memory.layout import FAILED, WAITING, WORKING, FarmSpec
 from sim_farm.shared_memory.memory import FOLDER
-from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.shared_memory.slot_layout import FAILED, WAITING, WORKING, FarmSpec, WorkerMemory
 from sim_farm.workers.hosts import InProcess, WorkerHandle, make_worker
-from sim_farm.workers.workers import Worker, WorkerSetup
+from sim_farm.workers.worker import Worker, WorkerSetup
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, draw, drive, run
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)

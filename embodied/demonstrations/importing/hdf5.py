@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from embodied.demonstrations.layout import DatasetError
 from embodied.errors import nearest, shown
-from sim_farm.client.replay import Recording
+from sim_farm.client.episode_replay import Recording
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.registry import resolve
 

@@ -25,7 +25,7 @@ from embodied.errors import UserError, nearest
 from embodied.execution.session import in_order, open_session, replayers_of
 from embodied.reporting.live import steps
 from embodied.runtime.handles import Handle
-from sim_farm.client.replay import Followed, Recording, Replayer
+from sim_farm.client.episode_replay import Followed, Recording, Replayer
 from sim_farm.contract import Gripper, TaskInfo, TaskSpec
 
 WITHOUT_GRIPPER = ("DrawSVG-v1", "DrawTriangle-v1", "PushT-v1", "TwoRobotPickCube-v1", "TwoRobotStackCube-v1")

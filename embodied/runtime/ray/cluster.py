@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
 from embodied.runtime.api import NodeInfo, RuntimeLost
-from embodied.runtime.ray.session import RayProcesses, RaySession
+from embodied.runtime.ray.local_ray import RayProcesses, RaySession
 from embodied.runtime.supervision import Deadline, Wait
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.workers import faults

@@ -11,11 +11,10 @@ import ray
 from ray.exceptions import RayError
 
 from embodied.runtime.api import Args, Link, NodeInfo, args_of, check_group
-from embodied.runtime.groups import WorkerGroup, rank_names
-from embodied.runtime.handles import Handle
+from embodied.runtime.handles import Handle, WorkerGroup, rank_names
+from embodied.runtime.ray.actors import REMOVE_S, Call, FarProcess, RayHandle, WorkerProcess
 from embodied.runtime.ray.cluster import HERE, RayCluster
-from embodied.runtime.ray.farm import RayHost
-from embodied.runtime.ray.workers import REMOVE_S, Call, FarProcess, RayHandle, WorkerProcess
+from embodied.runtime.ray.farm_workers import RayHost
 from embodied.runtime.remote import ANSWER_BYTES
 from embodied.runtime.supervision import MemoryLimit, Replaced
 from sim_farm.contract import FarmError

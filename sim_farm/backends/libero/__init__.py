@@ -2,12 +2,13 @@
 
     package.py      makes LIBERO and robosuite importable: its settings, its assets, no question on standard input
     tasks.py        the suites, a task's files, its recorded initial states
-    environment.py  builds robosuite's environment of a task, without a renderer, around a shared model
+    environment.py  builds robosuite's environment of a task, without a renderer, around a shared model; its scene
+                    as bytes
     control.py      one control step: the same arithmetic as robosuite's, without what does not change the result
     physics.py      resets and steps an environment
-    progress.py     how much of the goal is done: the dense reward
-    scene.py        what a picture depends on, as bytes
+    reward.py       how much of the goal is done: the dense reward
     renderer.py     draws scenes
+    recordings.py   episodes that robosuite recorded
 
 The stock environments keep random state between episodes and see another one at each rebuild. Here an episode is
 what a new stock environment shows: `env.seed(seed); env.reset()`, then `env.set_init_state(...)` if one is named.

@@ -3,7 +3,14 @@
 Compiling a task takes hundreds of milliseconds and its model tens of megabytes, so a process compiles each
 task once and all its environments step the same `MjModel`. What differs between them (the pose of fixtures,
 which sites are visible) is swapped in by the environment that steps.
+
+A scene is all that a picture depends on, as bytes: joint positions, and the model's fields that change. The rest of
+MuJoCo's data follows from them by `mj_kinematics`, `mj_comPos` and `mj_camlight`, the functions that `mj_step` itself
+calls, so a replica that is given these numbers draws the same picture to the last bit. robosuite draws within the
+control step, from what `mj_step` computed before it integrated: the positions are those of that moment.
 """
+
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -20,11 +27,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sim_farm.backends.libero.package import assets, prepare
 from sim_farm.backends.libero.tasks import LiberoTask
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.contract import FarmError
+from sim_farm.contract import FarmError, UInt8
 
 CACHED_STREAMS = 256
 """Streams that a process keeps: of training's seeds each has one position of 2.5 kB."""
@@ -60,10 +68,6 @@ def callers_generator() -> Iterator[None]:
 # --- the environment
 
 # MuJoCo fills its name space from compiled modules, which type checkers cannot see.
-# pyright: reportAttributeAccessIssue=false
-
-
-
 
 
 FIELDS = ("body_pos", "body_quat", "site_rgba")
@@ -230,3 +234,38 @@ def fast_contact_check(env: Any) -> Callable[..., bool]:
         return bool(((first[left] & second[right]) | (second[left] & first[right])).any())
 
     return check_contact
+
+
+# --- scenes
+
+
+class SceneLayout:
+    """Layout of the bytes of a task's scenes."""
+
+    def __init__(self, shared: SharedModel) -> None:
+        self._shared = shared
+        model = shared.model
+        self._nq = model.nq
+        self._floats = model.nq + 7 * model.nbody
+        self.nbytes = 8 * self._floats + 4 * 4 * model.nsite
+
+    def pack(self, qpos: npt.NDArray[np.float64]) -> UInt8:
+        """The scene of these positions and the model as it is now."""
+        model = self._shared.model
+        floats = np.concatenate((qpos, model.body_pos.ravel(), model.body_quat.ravel()))
+        return np.concatenate((floats.view(np.uint8), model.site_rgba.ravel().view(np.uint8)))
+
+    def unpack(self, scene: UInt8, user: ModelUser, data: mujoco.MjData) -> None:
+        """Put the user's model and `data` into the scene, up to all that a picture needs."""
+        model = self._shared.model
+        raw = np.ascontiguousarray(scene)
+        floats = np.frombuffer(raw[: 8 * self._floats].tobytes(), np.float64)
+        user.take()
+        poses = floats[self._nq :].reshape(-1)
+        model.body_pos[...] = poses[: 3 * model.nbody].reshape(-1, 3)
+        model.body_quat[...] = poses[3 * model.nbody :].reshape(-1, 4)
+        model.site_rgba[...] = np.frombuffer(raw[8 * self._floats :].tobytes(), np.float32).reshape(-1, 4)
+        data.qpos[:] = floats[: self._nq]
+        mujoco.mj_kinematics(model, data)
+        mujoco.mj_comPos(model, data)
+        mujoco.mj_camlight(model, data)

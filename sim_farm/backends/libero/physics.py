@@ -15,6 +15,7 @@ from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, Observat
 from sim_farm.backends.libero.environment import (
     ModelUser,
     Position,
+    SceneLayout,
     SharedModel,
     build_environment,
     callers_generator,
@@ -25,9 +26,8 @@ from sim_farm.backends.libero.environment import (
     stream_of,
     visual_states,
 )
-from sim_farm.backends.libero.progress import Progress
 from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
-from sim_farm.backends.libero.scene import SceneLayout
+from sim_farm.backends.libero.reward import Progress
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states, task_files
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import (
@@ -237,9 +237,7 @@ class LiberoPhysics:
             instruction=self._task.instruction,
         )
 
-    def _result(
-        self, rewards: list[float], successes: list[bool], terminated: bool, truncated: bool
-    ) -> PhysicsResult:
+    def _result(self, rewards: list[float], successes: list[bool], terminated: bool, truncated: bool) -> PhysicsResult:
         assert self._seen is not None
         ends = np.zeros((2, len(rewards)), np.bool_)
         if rewards:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sim_farm.backends.libero.environment import ModelUser, shared_model
+from sim_farm.backends.libero.environment import ModelUser, SceneLayout, shared_model
 from sim_farm.backends.libero.physics import describe
-from sim_farm.backends.libero.scene import SceneLayout
 from sim_farm.backends.libero.tasks import find_task
 from sim_farm.backends.mujoco_gl import Canvas, mujoco
 from sim_farm.contract import TaskSpec, UInt8, new_frames

@@ -7,6 +7,8 @@ What makes the split exact:
   when they are reconfigured, so that the renderer can build the same geometry;
 - the renderer is an ordinary ManiSkill environment that is never stepped.
 
+A task's reward, cameras and reset are those of its ManiSkill class; `two_cubes.py` is a class of this project's own.
+
 SAPIEN needs a Vulkan device even to build a scene that is never drawn, because its materials live there.
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 import sapien
 import torch
 from mani_skill.sensors.camera import parse_camera_configs
@@ -28,11 +31,9 @@ from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
 from sim_farm.backends.maniskill import two_cubes as _registers_its_tasks  # noqa: F401
-from sim_farm.backends.maniskill.devices import drawn_by, make_on_device
-from sim_farm.backends.maniskill.instructions import INSTRUCTIONS
-from sim_farm.backends.maniskill.recordings import put_state, state_deviation
-from sim_farm.backends.maniskill.shader import light_cameras
+from sim_farm.backends.maniskill.rendering import drawn_by, light_cameras, make_on_device
 from sim_farm.backends.maniskill.speed import controllers, frozen_poses, short_collections, speed_up
+from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.contract import (
     Backend,
     EpisodeOver,
@@ -397,6 +398,70 @@ def _decode_scene(scene: UInt8) -> tuple[int, Float32]:
     """The geometry's number and the poses [entities, 7]: position in m, then the unit quaternion (w first)."""
     scene = np.ascontiguousarray(scene)
     return int(scene[:8].view(np.int64)[0]), scene[8:].copy().view(np.float32).reshape(-1, 7)
+
+
+# --- recorded states
+
+# ManiSkill's own recordings (`RecordEpisode`) have `actors/NAME` and `articulations/NAME`, float32. An actor's state is
+# position, quaternion (w first), linear and angular velocity; an articulation's is that of its root, then positions and
+# velocities of its joints. States of controllers (`controller/...`) are left alone: at an episode's beginning they
+# follow from the robot's.
+
+POSE = 7
+"""Leading elements of a state that are a position and a quaternion."""
+ROOT = 13
+"""Elements before those of the joints."""
+
+
+def put_state(env: Any, start: SimulatorState) -> None:
+    """Put the bodies into the recorded state. Those that are in it already, bit for bit, are left alone: PhysX rounds
+    what it is given. Raises `FarmError` for bodies that the scene has not, or that the recording lacks."""
+    now = _states(env)
+    recorded = {name: row for name, row in start.items() if not name.startswith("controller/")}
+    if not recorded:
+        return
+    if set(recorded) != set(now):
+        raise FarmError(
+            f"the recorded scene is another one: it has {_only(recorded, now)}, which the task's has not, and lacks "
+            f"{_only(now, recorded)}"
+        )
+    for name, row in recorded.items():
+        if row.shape != now[name].shape:
+            raise FarmError(f"the recorded state of {name} has {row.size} numbers, the task's {now[name].size}")
+    changed = {name: row for name, row in recorded.items() if not np.array_equal(row, now[name])}
+    if not changed:
+        return
+    state: dict[str, dict[str, npt.NDArray[np.float32]]] = {}
+    for name, row in changed.items():
+        kind, _, body = name.partition("/")
+        state.setdefault(kind, {})[body] = row.astype(np.float32)[None]
+    env.set_state_dict(state)
+    for controller in controllers(env):
+        controller.reset()
+
+
+def state_deviation(env: Any, recorded: SimulatorState) -> float:
+    """See `sim_farm.contract.RecordedPhysics.deviation`. Names that the scene has not are not compared."""
+    now, furthest = _states(env), 0.0
+    for name, row in recorded.items():
+        own = now.get(name)
+        if own is None or row.shape != own.shape or np.array_equal(row, own):
+            continue
+        joints = (len(own) - ROOT) // 2
+        where = np.r_[0:POSE, ROOT : ROOT + joints]
+        # Velocities alone may differ in their last bit, which is no equality either.
+        away = float(np.abs(row.astype(np.float32)[where] - own[where]).max())
+        furthest = max(furthest, away, float(np.finfo(np.float32).tiny))
+    return furthest
+
+
+def _states(env: Any) -> dict[str, npt.NDArray[np.float32]]:
+    kinds = env.scene.get_sim_state()
+    return {f"{kind}/{name}": row[0].numpy() for kind, rows in kinds.items() for name, row in rows.items()}
+
+
+def _only(one: Any, other: Any) -> str:
+    return ", ".join(sorted(set(one) - set(other))[:5]) or "nothing"
 
 
 BACKEND = Backend("maniskill", ManiSkillPhysics, ManiSkillRenderer, tasks=tasks, drawn_by=drawn_by)

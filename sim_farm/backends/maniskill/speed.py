@@ -76,7 +76,7 @@ def short_collections() -> Iterator[None]:
 
     ManiSkill collects whenever it builds or closes a scene. Beside PyTorch that looks at 300,000 objects, which takes
     longer than all else that building an environment of PushCube does. Where the process has frozen them for good
-    (`sim_farm.workers.workers`), nothing is left to do.
+    (`sim_farm.workers.worker`), nothing is left to do.
     """
     if gc.get_freeze_count():
         yield

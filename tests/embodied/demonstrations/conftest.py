@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from embodied.demonstrations import Dataset
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.demonstrations.examples import PUSH, Replays, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodied.demonstrations import Dataset, DatasetWriter, FileSizes
-from sim_farm.client.replay import ReplayedEpisode
+from sim_farm.client.episode_replay import ReplayedEpisode
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 
 Replays = list[tuple[EpisodeSpec, ReplayedEpisode]]

@@ -22,7 +22,7 @@ from embodied.demonstrations.importing.formats import ImportRequest, Observation
 from embodied.demonstrations.importing.hdf5 import ManiSkillFile
 from embodied.demonstrations.mixture import open_dataset
 from embodied.errors import UserError
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import FarmError, TaskSpec
 
 RECORDINGS = Path(__file__).parent / "recordings"

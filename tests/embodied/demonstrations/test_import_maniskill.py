@@ -19,7 +19,7 @@ from embodied.config.schema import RuntimeConfig
 from embodied.demonstrations import Dataset
 from embodied.demonstrations.importing.formats import ImportRequest, Observations, format_of, import_command, moving
 from embodied.errors import UserError
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import FarmError
 
 RECORDINGS = Path(__file__).parent / "recordings"

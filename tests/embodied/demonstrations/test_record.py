@@ -26,9 +26,9 @@ from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
 from embodied.rollout.evaluator import EpisodeResult
 from embodied.run import checkpoint
-from embodied.runtime.inline import InlineRuntime
+from embodied.runtime.api import InlineRuntime
 from policies.scripted import tabletop
-from sim_farm.client.replay import Replayer
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
@@ -237,7 +237,7 @@ def test_a_killed_recording_is_no_dataset_and_in_nobodys_way(out: Path) -> None:
 import os, pathlib
 from embodied.demonstrations.writer import new_folder
 from embodied.rollout.evaluator import EpisodeResult
-from embodied.runtime.inline import InlineRuntime
+from embodied.runtime.api import InlineRuntime
 with new_folder(pathlib.Path({str(out)!r})) as folder:
     (folder / "meta").mkdir()
     (folder / "meta/stats.json").write_text("half")

@@ -23,11 +23,11 @@ from embodied.runtime.supervision import Event, LimitTooSmall, MemoryChecks, Mem
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.client.health import done_by, hung, restarted
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
-from sim_farm.shared_memory import layout
+from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.memory import Block
-from sim_farm.shared_memory.worker_memory import WorkerMemory
+from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.hosts import WorkerHandle, make_worker
-from sim_farm.workers.workers import WorkerSetup
+from sim_farm.workers.worker import WorkerSetup
 
 _log = logging.getLogger(__name__)
 
@@ -261,11 +261,11 @@ class RayHost:
             _log.warning("%s", f"{late}; it is replaced after {deadline_s:g} s")
         self._note(index, Event.LATE if late is not None else Event.PROGRESS)
         phase = int(slots["phase"][index])
-        if self._workers[index].state is State.RESTARTING and phase not in (layout.STARTING, layout.BUILDING):
+        if self._workers[index].state is State.RESTARTING and phase not in (slot_layout.STARTING, slot_layout.BUILDING):
             self._note(index, Event.BUILT)
-        if self._workers[index].state is State.STALE and phase != layout.REPLAYING:
+        if self._workers[index].state is State.STALE and phase != slot_layout.REPLAYING:
             self._serves_again(index)
-        built = phase not in (layout.STARTING, layout.BUILDING, layout.REPLAYING)
+        built = phase not in (slot_layout.STARTING, slot_layout.BUILDING, slot_layout.REPLAYING)
         if built and (large := self._too_large(index)) is not None:
             self._kill_process(index)
             self._replace(index, large)

@@ -1,4 +1,4 @@
-"""The slots: the layout of the memory that farm, physics workers and render workers share.
+"""Slots: the layout of the memory that farm, physics workers and render workers of a task share, and that memory.
 
 One slot per environment, addressed by the environment's index within its task. Each process writes its own fields:
 
@@ -28,7 +28,9 @@ import numpy.typing as npt
 from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo, TaskSpec, UInt8
 from sim_farm.episodes import ANY, Episodes
 from sim_farm.render_devices import RenderDevice
-from sim_farm.shared_memory.memory import Field
+from sim_farm.shared_memory.doorbell import Doorbell
+from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory
+from sim_farm.shared_memory.memory import Block, Field
 
 STEP, RESET = 0, 1
 PHYSICS_START, PHYSICS_END, RENDER_START, RENDER_END = range(4)
@@ -147,7 +149,7 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
     }
 
 
-# --- the slots of one group of environments, as views without an index
+# --- slots of one group of environments, as views without an index
 
 Slots = Mapping[str, npt.NDArray[Any]]
 
@@ -184,6 +186,10 @@ class GroupSlots:
         """Write one value into all of the group's rows."""
         self._views[name][...] = value
 
+    def forget(self) -> None:
+        """Drop the views, without which the memory cannot be unmapped."""
+        self._views.clear()
+
     def instructions(self) -> tuple[str, ...]:
         """[B] the instructions, decoded only where one has changed since the last call."""
         data = self._views["instruction"].tobytes()
@@ -195,3 +201,50 @@ class GroupSlots:
 def texts(rows: UInt8) -> tuple[str, ...]:
     """The texts that rows of UTF-8 bytes hold, up to the zeros at their ends."""
     return tuple(bytes(row).rstrip(b"\0").decode() for row in rows)
+
+
+# --- the memory that the workers of a task map: its slots, the client's bell and the frame memory
+
+BELL = {"bell": Field((1,), "int32", 0)}
+"""The block with the client's bell."""
+
+
+@dataclass(frozen=True)
+class MemoryAddress:
+    """Address of the memory for another process of this machine: `WorkerMemory.attach`."""
+
+    slots: str
+    bell: str
+    frames: FrameAddress | None
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Memory of the workers of one task. `frames` is None if nothing is drawn."""
+
+    slots: Block
+    bell: Block
+    frames: FrameMemory | None
+
+    @classmethod
+    def attach(cls, spec: FarmSpec, info: TaskInfo, address: MemoryAddress) -> WorkerMemory:
+        frames = None if address.frames is None else FrameMemory.attach(address.frames)
+        slots = Block.attach(slot_fields(spec, info), address.slots)
+        return cls(slots, Block.attach(BELL, address.bell), frames)
+
+    @classmethod
+    def private(cls, spec: FarmSpec, info: TaskInfo) -> WorkerMemory:
+        """Memory of this process alone, without frames: for a physics worker at the far end of a relay."""
+        return cls(Block.create(slot_fields(spec, info), False), Block.create(BELL, False), None)
+
+    @property
+    def address(self) -> MemoryAddress | None:
+        """None where it is this process's own."""
+        if self.slots.name is None or self.bell.name is None:
+            return None
+        return MemoryAddress(self.slots.name, self.bell.name, None if self.frames is None else self.frames.address)
+
+    @property
+    def client(self) -> Doorbell:
+        """The client's bell."""
+        return Doorbell(self.bell.arrays["bell"], 0)

@@ -1,7 +1,7 @@
 """Draws a small picture of a task in this process and says on what, and how fast: the doctor runs it in one of its own.
 
-    python -m sim_farm.drawing tabletop/reach cuda:0       # OpenGL by EGL (MuJoCo)
-    python -m sim_farm.drawing maniskill/PushCube-v1 cpu   # Vulkan (SAPIEN)
+    python -m sim_farm.render_probe tabletop/reach cuda:0       # OpenGL by EGL (MuJoCo)
+    python -m sim_farm.render_probe maniskill/PushCube-v1 cpu   # Vulkan (SAPIEN)
 
 One line of JSON: `asked`, `name` (what the renderer calls itself), `identity` (its UUID by OpenGL, its PCI address by
 Vulkan; null where it says none), `picture_s`. Exit status 1 with the message on standard error where nothing is drawn.

@@ -9,11 +9,13 @@ of the tickets, so that the group that was submitted first is answered first.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,10 @@ import numpy.typing as npt
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.registry import make_renderer, resolve
 from sim_farm.render_devices import RenderDevice
-from sim_farm.shared_memory import layout
+from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
 from sim_farm.shared_memory.frame_memory import FrameMemory, stamp
-from sim_farm.shared_memory.layout import FarmSpec
-from sim_farm.shared_memory.private_memory import give_back, private_bytes
-from sim_farm.shared_memory.worker_memory import MemoryAddress, WorkerMemory
+from sim_farm.shared_memory.slot_layout import FarmSpec, MemoryAddress, WorkerMemory
 from sim_farm.workers import faults
 
 
@@ -49,7 +49,7 @@ class FrameWriter:
         row of an environment that rests is filled with zeros."""
         slots = self._slots
         times = slots["times_ns"][env]
-        times[layout.RENDER_START] = time.monotonic_ns()
+        times[slot_layout.RENDER_START] = time.monotonic_ns()
         episode, row = int(slots["episode"][env]), int(slots["frame_row"][env])
         if slots["draw_final"][env]:
             last = int(slots["base_step"][env]) + int(slots["steps"][env])
@@ -58,7 +58,7 @@ class FrameWriter:
             self._write(slots["scene"][env], row, episode, int(slots["episode_step"][env]))
         else:
             self._memory.frames[row] = 0
-        times[layout.RENDER_END] = time.monotonic_ns()
+        times[slot_layout.RENDER_END] = time.monotonic_ns()
 
     def _write(self, scene: np.ndarray, row: int, episode: int, step: int) -> None:
         memory, cameras = self._memory, self._renderer.info.cameras
@@ -127,7 +127,7 @@ class Worker:
     def serve(self) -> None:
         """Build the environments and work until the farm stops. Errors are written where the client finds them."""
         try:
-            self._report(layout.BUILDING)
+            self._report(slot_layout.BUILDING)
             resolve(self.setup.spec.task.name)  # imports the simulator
             # What is imported lives as long as the process. ManiSkill collects garbage whenever it builds a scene, in
             # some tasks at every reset, and would look at all of it each time.
@@ -182,14 +182,14 @@ class Worker:
             self._client.ring()
 
     def _open_frame_writer(self) -> None:
-        self._report(layout.OPENING)
+        self._report(slot_layout.OPENING)
         self._strike("open")
         assert self.memory.frames is not None, "a worker that draws has a frame memory"
         self._frame_writer = FrameWriter(self.setup.spec.task, self.slots, self.memory.frames)
 
     def _close_frame_writer(self) -> None:
         assert self._frame_writer is not None
-        self._report(layout.CLOSING)
+        self._report(slot_layout.CLOSING)
         self._strike("close")
         self._frame_writer.close()
         self._frame_writer = None
@@ -211,11 +211,11 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """The message of an error; a traceback is added unless it is a user's mistake."""
         text = str(error) if isinstance(error, FarmError) else traceback.format_exc()
-        data = text.encode()[-layout.MESSAGE_BYTES :]
+        data = text.encode()[-slot_layout.MESSAGE_BYTES :]
         row = self.slots["message"][self.setup.index]
         row[...] = 0
         row[: len(data)] = np.frombuffer(data, np.uint8)
-        self._report(layout.FAILED)
+        self._report(slot_layout.FAILED)
         self._client.ring()
 
     def _pending(self, owned: slice, asked: str, done: str) -> list[int]:
@@ -226,3 +226,24 @@ class Worker:
             return []
         oldest_first = waiting[np.argsort(asked_now[waiting], kind="stable")]
         return (owned.start + owned.step * oldest_first).tolist()
+
+
+# --- the memory that a process has by itself
+
+
+def private_bytes(pid: int | None = None) -> int:
+    """Bytes of memory that a process, this one or another of the machine, shares with no other process; 0 if the
+    system does not say, also of one that has ended."""
+    try:
+        pages = Path(f"/proc/{pid or 'self'}/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> None:
+    """Return to the system what has been freed; glibc would keep most of it for the process's next wishes."""
+    gc.collect()  # simulators are full of cycles
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
