@@ -72,7 +72,7 @@ def physics(task: str) -> dict[str, float]:
     actions = np.random.default_rng(0).uniform(-1, 1, (STEPS, 7)).astype(np.float32)
     with closing(make_physics(TaskSpec(task))) as ours:
         ours.reset(EpisodeSpec(0, 0))
-        resets = [_timed(lambda i=i: ours.reset(EpisodeSpec(i, i))) for i in range(20)]  # type: ignore[misc]
+        resets = [_timed(lambda i=i: ours.reset(EpisodeSpec(i, i))) for i in range(20)]
         stock_resets = []
         for seed in range(5):
             env.seed(seed)
@@ -83,8 +83,8 @@ def physics(task: str) -> dict[str, float]:
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         gc.disable()
         for action in actions:
-            times["stock"].append(_timed(lambda a=action: env.step(a)))  # type: ignore[misc]
-            times["ours"].append(_timed(lambda a=action: ours.step(a[None])))  # type: ignore[misc]
+            times["stock"].append(_timed(lambda a=action: env.step(a)))
+            times["ours"].append(_timed(lambda a=action: ours.step(a[None])))
         gc.enable()
         equal = ours.backend._env.sim.data.qpos.tobytes() == env.sim.data.qpos.tobytes()  # type: ignore[attr-defined]
     step = {name: float(np.median(values)) for name, values in times.items()}

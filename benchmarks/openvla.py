@@ -55,7 +55,7 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
     }
     for call in peer_calls(policy):
         peer = OneAtATime(policy, call)
-        calls[call.name] = lambda peer=peer: peer.tokens(inputs)  # type: ignore[misc]
+        calls[call.name] = lambda peer=peer: peer.tokens(inputs)
     tokens = {name: call() for name, call in calls.items()}
     different = [name for name, said in tokens.items() if not torch.equal(said, tokens["batched"])]
     if different:

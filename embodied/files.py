@@ -152,7 +152,7 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping, where PyYAML takes the last: the first would be read over."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[misc]
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set[str]()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":

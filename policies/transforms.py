@@ -196,7 +196,7 @@ class Transforms:
 
     def as_data(self) -> list[dict[str, Any]]:
         """The transform as JSON."""
-        found = [asdict(entry) for entry in self.entries]  # type: ignore[call-overload]
+        found = [asdict(entry) for entry in self.entries]
         return [{name: list(v) if isinstance(v, tuple) else v for name, v in entry.items()} for entry in found]
 
     def conventions(self) -> dict[str, tuple[str, str]]:

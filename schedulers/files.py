@@ -173,7 +173,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     if hint is DeviceRange:
         return range_from(value)
     if is_dataclass(hint):
-        return _read_fields(hint, value, where)  # type: ignore[arg-type]
+        return _read_fields(hint, value, where)
     if origin in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None

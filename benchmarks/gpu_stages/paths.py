@@ -118,7 +118,7 @@ def paths(work: Work) -> Figures:
 def _runs(work: Work) -> Iterator[tuple[str, Way, Ran | dict[str, Any]]]:
     """Each run, or why it did not come to an end. One Ray serves all that want it."""
     for runtime in ("inline", "ray"):
-        with open_session(_config("states", replace(WAYS[0], runtime=runtime), work.device)) as session:  # type: ignore[arg-type]
+        with open_session(_config("states", replace(WAYS[0], runtime=runtime), work.device)) as session:
             for name in POLICIES:
                 for way in (way for way in WAYS if way.runtime == runtime):
                     try:

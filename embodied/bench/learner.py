@@ -145,7 +145,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
     with steps("Measuring", ROUNDS * len(times)) as bar:
         for _ in range(ROUNDS):
             for case, seconds in times.items():
-                seconds.extend(repeat(lambda case=case: update.step(case), device, bench.seconds))  # type: ignore[misc]
+                seconds.extend(repeat(lambda case=case: update.step(case), device, bench.seconds))
                 bar.advance()
     machine = machine.best(measure_machine(device, dtype))
     result = describe(bench, policy, machine)

@@ -91,9 +91,9 @@ class Rates:
             token_policy = self.policy
             self._time(FIRST, lambda: first_token(token_policy, self.inputs[1]))
         for batch in dict.fromkeys([1, *self.batches]):
-            self._time(str(batch), lambda batch=batch: self.policy.act(self.inputs[batch], None))  # type: ignore[misc]
+            self._time(str(batch), lambda batch=batch: self.policy.act(self.inputs[batch], None))
         for name, peer in self.peers.items():
-            self._time(name, lambda peer=peer: peer.tokens(one))  # type: ignore[misc]
+            self._time(name, lambda peer=peer: peer.tokens(one))
 
     def _time(self, name: str, call: Callable[[], object]) -> None:
         self.times.setdefault(name, []).extend(repeat(call, self.device, self.seconds))

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import imageio_ffmpeg  # type: ignore[import-untyped]
+import imageio_ffmpeg
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont

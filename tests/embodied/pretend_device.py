@@ -41,7 +41,7 @@ Base: Any = torch.Tensor
 """Of which type checkers know too much: here, what is read-only there is defined anew."""
 
 
-class Far(Base):  # type: ignore[misc]
+class Far(Base):
     """A tensor that says to Python that it is on `DEVICE`, and to autograd, which has no streams there, on the CPU."""
 
     held: Tensor

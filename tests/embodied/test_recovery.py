@@ -155,7 +155,7 @@ def test_losses_without_progress_end_the_run(tmp_path: Path) -> None:
 def test_many_losses_within_a_minute_end_the_run_and_over_a_longer_time_do_not(tmp_path: Path) -> None:
     for seconds, goes_on in ((WITHIN_S / OFTEN / 2, False), (WITHIN_S / OFTEN * 2, True)):
         now = [0.0]
-        recovery = Recovery(tmp_path, clock=lambda now=now: now[0])  # type: ignore[misc]
+        recovery = Recovery(tmp_path, clock=lambda now=now: now[0])
         found = []
         for number in range(OFTEN):
             found.append(recovery.goes_on(WorkerTimeout(f"the {number}th"), number))

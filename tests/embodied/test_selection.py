@@ -115,7 +115,7 @@ def test_an_evaluation_that_other_settings_began_is_begun_anew(selected: Path, t
     rewind(selected, other, 6)
     rows = (other / SELECTION).read_text().splitlines(keepends=True)
     (other / SELECTION).write_text("".join(rows[:5]))
-    again = config_of(1, policy={**SETTINGS["policy"], "device": "cpu"})  # type: ignore[dict-item]
+    again = config_of(1, policy={**SETTINGS["policy"], "device": "cpu"})
     run(again, other, resume=True)
     assert [row["iteration"] for row in read(other, SELECTION)] == [1, 2, 3, 4, 5, 6]
 

@@ -35,7 +35,7 @@ from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 DECISIONS = 12
 TASKS: dict[str, Any] = {
     **STATES,
-    "env": {**STATES["env"], "task": "tabletop/reach_red"},  # type: ignore[dict-item]
+    "env": {**STATES["env"], "task": "tabletop/reach_red"},
     "extra_tasks": [{"task": "tabletop/reach_blue", "num_envs": 6}],
     "rollout": {"decisions": DECISIONS, "task_curriculum": 0.75},
 }

@@ -292,7 +292,7 @@ def phase_of(problem: Problem, blocks: Blocks, counts: Sequence[int], micro_batc
         ]
     order = range(len(blocks))
     if cluster.head_node is not None:
-        order = sorted(order, key=lambda i: set(blocks[i]) <= travelling)  # type: ignore[assignment]
+        order = sorted(order, key=lambda i: set(blocks[i]) <= travelling)
     placements = {}
     for i in order:
         pool = problem.pools[blocks[i][0]]

@@ -90,7 +90,7 @@ def test_what_is_exchanged_goes_through_the_slowest_link_of_the_ring() -> None:
 
     def once(exchange: Exchange, counts: list[int], on: list[int], pool: str = "accelerators") -> list[float]:
         kind = "cores" if pool == "cores" else "accelerators"
-        return list(exchange_seconds(LINKED, kind, [exchange], np.array(counts), np.array(on)))  # type: ignore[arg-type]
+        return list(exchange_seconds(LINKED, kind, [exchange], np.array(counts), np.array(on)))
 
     assert once(reduce, [1, 2, 4], [1, 1, 1]) == pytest.approx([0, 3 * 2 * 60 / 2 / 10, 3 * 6 * 60 / 4 / 10])
     assert once(reduce, [4], [2]) == pytest.approx([3 * 6 * (60 / 4 / 2 + 0.5)])
@@ -170,7 +170,7 @@ def communicating(seed: int, memory: bool = False, publishes: bool = False) -> t
     workflow, profile, cluster = random_problem(seed, pools=1 + seed % 2, memory=memory)
     if not seed % 2:  # One pool: on accelerators, which are what exchanges.
         components = {name: replace(c, pool="accelerators") for name, c in profile.components.items()}
-        profile = replace(profile, components=components)  # type: ignore[arg-type]
+        profile = replace(profile, components=components)
         node = cluster.nodes[0]
         size = node.memory_bytes / node.cores
         cluster = Cluster((replace(node, accelerators=node.cores, cores=1, accelerator_bytes=size),))

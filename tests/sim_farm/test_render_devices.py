@@ -102,7 +102,7 @@ def test_a_process_draws_on_one_device(fresh: None) -> None:
     render_devices.ask("cpu")
     render_devices.drawing()
     for device in (None, "cpu"):
-        render_devices.ask(device)  # type: ignore[arg-type]
+        render_devices.ask(device)
     assert render_devices.asked() == "cpu"
     with pytest.raises(FarmError, match=r"cuda:0 was asked to draw in a process that has drawn on cpu"):
         render_devices.ask(0)

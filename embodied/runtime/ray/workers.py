@@ -138,12 +138,12 @@ class _FarActor(_Workers):
         require_software(self._expected)
         super().make(name, make, args)
 
-    @ray.method(concurrency_group="looks")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="looks")
     def remove_published(self) -> None:
         """Remove the shared tensors; processes that have mapped them keep them."""
         self._publisher.close()
 
-    @ray.method(concurrency_group="looks")  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group="looks")
     def silent_ns(self) -> int:
         """Time since the last progress; -1 before the first."""
         last = int(self._memory.arrays["last_ns"][0])

@@ -287,7 +287,7 @@ def test_names_met_in_the_wild(case: Case, project: str) -> None:
     for stored, each in variants.items():
         assert own_name(each[project]) == own_name(stored)
         if project in ("openpi", "lerobot"):
-            assert stored_name(own_name(stored), project) == each[project]  # type: ignore[arg-type]
+            assert stored_name(own_name(stored), project) == each[project]
 
 
 def test_openpi_reads_what_is_written(case: Case, tmp_path: Path) -> None:
