@@ -227,7 +227,7 @@ class Lab:
             sys.executable, "-m", "embodied.cli", "train", str(self.folder / "own.yaml"), "--name", folder.name,
             "--runs-dir", str(self.folder), "--eval.episodes", "1", "--eval.videos", "0", "--resume", "auto",
         ]  # fmt: skip
-        said = ""
+        output = ""
         for _ in range(2):
             process = subprocess.Popen(
                 command,
@@ -237,10 +237,10 @@ class Lab:
             )
             if cell.fault.kind == "stop":
                 _continue_when(mark, process)
-            said = process.communicate()[0].decode()
+            output = process.communicate()[0].decode()
             if process.returncode == 0:
                 break
-        error = None if process.returncode == 0 else said[-400:]
+        error = None if process.returncode == 0 else output[-400:]
         return _outcome(cell, folder, expected, mark.exists(), time.monotonic() - begin, error)
 
     def _place(self, cell: Cell) -> Path:
@@ -322,9 +322,9 @@ def main(settings: Faults) -> None:
         for outcome in Lab(Path(folder)).run(cells):
             outcomes.append(outcome)
             down = ", ".join(f"{seconds:.1f} s" for seconds in outcome.down_s) or "-"
-            said = "recovered" if outcome.good else f"NOT RECOVERED: {outcome.difference}, named {outcome.named}"
+            verdict = "recovered" if outcome.good else f"NOT RECOVERED: {outcome.difference}, named {outcome.named}"
             print(
-                f"{len(outcomes):3}/{len(cells)}  {outcome.cell:48} {said}  down {down}  {outcome.wall_s:.0f} s",
+                f"{len(outcomes):3}/{len(cells)}  {outcome.cell:48} {verdict}  down {down}  {outcome.wall_s:.0f} s",
                 flush=True,
             )
     down_s = sorted(seconds for outcome in outcomes for seconds in outcome.down_s)

@@ -61,20 +61,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 where every part that was begun went well, 130 where it was interrupted."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended by `timeout` or a scheduler: as by Ctrl-C
-    asked = parse(arguments)
-    if asked.table is not None:
-        return table.show(Record(asked.json or RESULTS / "gpu.json"), asked.table)
+    options = parse(arguments)
+    if options.table is not None:
+        return table.show(Record(options.json or RESULTS / "gpu.json"), options.table)
     machine = look_at_machine(ROOT)
-    device = "cpu" if asked.cpu or not machine.gpu else "cuda"
-    record = Record(asked.json or RESULTS / ("gpu.json" if device == "cuda" else "gpu_on_cpu.json"))
+    device = "cpu" if options.cpu or not machine.gpu else "cuda"
+    record = Record(options.json or RESULTS / ("gpu.json" if device == "cuda" else "gpu_on_cpu.json"))
     try:
-        parts = select(parts_of(tuple(asked.model) or MODELS[device], device), asked.only)
+        parts = select(parts_of(tuple(options.model) or MODELS[device], device), options.only)
     except ValueError as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
     print(f"{machine.hardware}; {machine.summary}; every part computes on {device}")
-    runner = Runner(ROOT, record, machine, device, 60 * asked.minutes)
-    status = runner.run(parts, again=bool(asked.only))
+    runner = Runner(ROOT, record, machine, device, 60 * options.minutes)
+    status = runner.run(parts, again=bool(options.only))
     return 130 if runner.interrupted else status
 
 

@@ -57,7 +57,7 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
         peer = OneAtATime(policy, call)
         calls[call.name] = lambda peer=peer: peer.tokens(inputs)
     tokens = {name: call() for name, call in calls.items()}
-    different = [name for name, said in tokens.items() if not torch.equal(said, tokens["batched"])]
+    different = [name for name, answer in tokens.items() if not torch.equal(answer, tokens["batched"])]
     if different:
         raise SystemExit(f"these calls give other tokens than the batch: {', '.join(different)}")
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -146,7 +146,7 @@ def _where(found: tuple[str, bytes], new: tuple[str, bytes, bool, int]) -> str:
     )
 
 
-def asked(arguments: Arguments) -> Iterator[tuple[TaskSpec, Sequence[Episode]]]:
+def requested(arguments: Arguments) -> Iterator[tuple[TaskSpec, Sequence[Episode]]]:
     """The tasks with their episodes."""
     if arguments.evaluation is not None:
         yield evaluated(arguments.evaluation)
@@ -159,7 +159,7 @@ def asked(arguments: Arguments) -> Iterator[tuple[TaskSpec, Sequence[Episode]]]:
 def main() -> None:
     arguments = tyro.cli(Arguments)
     rows: list[dict[str, Any]] = []
-    for spec, chosen in asked(arguments):
+    for spec, chosen in requested(arguments):
         rows.append(measure(spec, chosen))
         figures = {
             key: sum(row[key] for row in rows) for key in ("episodes", "episodes_that_differ", "env_steps", "cpu_s")

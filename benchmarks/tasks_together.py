@@ -125,7 +125,7 @@ def compared(cores: int, light: Task, heavy: Task) -> dict[str, Any]:
     }
 
 
-def said(row: dict[str, Any]) -> str:
+def sentence(row: dict[str, Any]) -> str:
     rollout, iteration = row["predicted_rollout_s"], row["predicted_iteration_s"]
     return (
         f"{row['cores']} cores and a GPU, predicted: the rollout takes {rollout['together']:.1f} s together, "
@@ -141,7 +141,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     rows = [compared(cores, PUSHCUBE, LIBERO) for cores in CORES]
     for row in rows:
-        print(said(row))
+        print(sentence(row))
     figures: dict[str, Any] = {"prediction": True, "notes": NOTES, "decisions": DECISIONS, "sizes": rows}
     show_and_write(figures, arguments.json)
 

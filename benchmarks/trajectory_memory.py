@@ -38,7 +38,7 @@ class Settings:
     """Write the result to this file."""
 
 
-def held_bytes() -> int:
+def used_bytes() -> int:
     """Memory of this process: its own and its part of what is shared."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("Pss:")))
@@ -56,7 +56,7 @@ def inputs_of(rows: int, frames: torch.Tensor | None = None) -> Inputs:
 
 def in_memory(repeats: int) -> dict[str, float]:
     """Write a rollout as the workers do, assemble it, and read every row once in micro-batches of 8."""
-    before = held_bytes()
+    before = used_bytes()
     frames = FrameMemory.create((DECISIONS + 1) * ENVS, 1, SIZE, shared=True)
     shape = MemoryShape(DECISIONS + 1, ENVS, ("base",))
     layout = MemoryLayout.of(shape, inputs_of(1), action_of(1))
@@ -84,10 +84,10 @@ def in_memory(repeats: int) -> dict[str, float]:
         table, mask = table_of_decisions(groups, ENVS)
         batch = assemble(memory, table, mask, {}, torch.zeros(ENVS), 0, None, None)
         times.append(time.perf_counter() - begin)
-    peak = held_bytes()
+    peak = used_bytes()
     for index in torch.arange(DECISIONS * ENVS).split(8):
         batch.decisions.select(index).inputs()
-        peak = max(peak, held_bytes())
+        peak = max(peak, used_bytes())
     found = {"assembly_s": median(times), "peak_bytes": float(peak - before), "rollout_bytes": float(memory.nbytes)}
     copies = {"frame_copies": memory.counts.copied / memory.counts.read}
     memory.close()

@@ -45,8 +45,8 @@ class Weights:
 def main(settings: Weights) -> None:
     alone, several = (_config(settings, replicas) for replicas in (1, settings.replicas))
     with open_session(alone) as session, tempfile.TemporaryDirectory() as folder:
-        one_s, one_way, nbytes = _hand_over(alone, session, Path(folder), settings.versions)
-        several_s, several_way, _ = _hand_over(several, session, Path(folder), settings.versions)
+        one_s, one_way, nbytes = _publish(alone, session, Path(folder), settings.versions)
+        several_s, several_way, _ = _publish(several, session, Path(folder), settings.versions)
     figures: dict[str, Any] = {
         "weights_bytes": nbytes,
         "replicas": settings.replicas,
@@ -60,7 +60,7 @@ def main(settings: Weights) -> None:
     show_and_write(figures, settings.json)
 
 
-def _hand_over(config: Config, session: Session, folder: Path, versions: int) -> tuple[float, str, int]:
+def _publish(config: Config, session: Session, folder: Path, versions: int) -> tuple[float, str, int]:
     """Median seconds of handing a version over, the way that it took, and its bytes."""
     with start_run(config, folder, session, configured(config, session.cores)) as workers:
         workers.begin(None, 0)

@@ -150,6 +150,6 @@ def test_the_command_says_its_stages_without_torch() -> None:
     """Whatever package does not work on the machine, the command itself does."""
     code = "import sys; sys.modules['torch'] = None; sys.argv = ['gpu.py', '--help']; import runpy; "
     code += f"runpy.run_path({str(ROOT / 'benchmarks/gpu.py')!r}, run_name='__main__')"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert all(stage.name in said.stdout for stage in STAGES)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert all(stage.name in result.stdout for stage in STAGES)

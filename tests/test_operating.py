@@ -49,7 +49,7 @@ def test_there_is_a_table() -> None:
 @pytest.mark.parametrize("message", _messages())
 def test_a_message_is_said_in_these_words(message: str, texts: str) -> None:
     pieces = [piece.strip(" ,.:;'") for piece in re.split(VARIES, message)]
-    asked = [piece for piece in pieces if len(piece) >= LEAST]
-    assert asked, f"nothing to look for in {message!r}"
-    for piece in asked:
+    quoted = [piece for piece in pieces if len(piece) >= LEAST]
+    assert quoted, f"nothing to look for in {message!r}"
+    for piece in quoted:
         assert piece in texts, f"{PAGE.name} has {piece!r}, which no message has"

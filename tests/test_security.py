@@ -102,5 +102,7 @@ def test_the_linter_refuses_what_bandit_would() -> None:
     imports = "import marshal\nimport os\nimport pickle\nimport subprocess\nimport tarfile\nimport tempfile\n"
     source = imports + "import urllib.request\nimport yaml\n" + "\n".join(REFUSED.values())
     ruff = [str(Path(sys.executable).with_name("ruff")), "check", "--output-format", "json", "--stdin-filename"]
-    said = subprocess.run([*ruff, "embodied/x.py", "-"], input=source, capture_output=True, text=True, cwd=ROOT).stdout
-    assert {found["code"] for found in json.loads(said)} >= set(REFUSED)
+    output = subprocess.run(
+        [*ruff, "embodied/x.py", "-"], input=source, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    assert {found["code"] for found in json.loads(output)} >= set(REFUSED)

@@ -109,8 +109,8 @@ def test_it_holds_what_is_needed_and_not_there_in_parts_of_the_size_that_was_ask
     assert (folder / "requirements.txt").read_text().split() == wanted
     assert "not needed here anyway: something-else" in made.stdout
     assert "not pure Python: src-compiled==1.0" in made.stdout
-    said = (folder / "INSTALL.txt").read_text()
-    assert "because the machine has them: whl-there." in said and "src-compiled==1.0" in said
+    contents = (folder / "INSTALL.txt").read_text()
+    assert "because the machine has them: whl-there." in contents and "src-compiled==1.0" in contents
 
     parts = sorted(folder.glob("part-*"))
     sizes = [sum(file.stat().st_size for file in part.iterdir()) for part in parts]

@@ -27,8 +27,8 @@ def main() -> int:
     parser.add_argument("module")
     for name in ("out", "scratch", "stage", "variant", "model", "device"):
         parser.add_argument(f"--{name}", required=True)
-    asked = parser.parse_args()
-    out = Path(asked.out)
+    options = parser.parse_args()
+    out = Path(options.out)
     faulthandler.enable()
     # The runner's deadline arrives as Ctrl-C would, so that every worker is ended by those who made it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,8 +39,8 @@ def main() -> int:
         _write(out, {"figures": kept})
 
     try:
-        run = getattr(importlib.import_module(f"benchmarks.gpu_stages.{asked.module}"), asked.stage)
-        keep(run(Work(asked.variant, asked.model, asked.device, Path(asked.scratch), keep)))
+        run = getattr(importlib.import_module(f"benchmarks.gpu_stages.{options.module}"), options.stage)
+        keep(run(Work(options.variant, options.model, options.device, Path(options.scratch), keep)))
     except BaseException as error:  # also KeyboardInterrupt and SystemExit: each is recorded, and is the end here
         lines = traceback.format_exc().strip().splitlines()
         print("\n".join(lines), file=sys.stderr, flush=True)

@@ -47,7 +47,7 @@ def doctor(work: Work) -> Figures:
 
 def nvidia_smi() -> list[dict[str, str]]:
     """A dictionary for each GPU; none where there is no such program."""
-    listing = _said(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"])
+    listing = _output_of(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"])
     return [dict(zip(QUERY, (word.strip() for word in line.split(",")), strict=False)) for line in listing.splitlines()]
 
 
@@ -75,7 +75,7 @@ def torch_facts() -> dict[str, Any]:
 
 def graphics() -> dict[str, Any]:
     """Which loaders and drivers of Vulkan and OpenGL there are."""
-    libraries = [line.strip() for line in _said(["ldconfig", "-p"]).splitlines()]
+    libraries = [line.strip() for line in _output_of(["ldconfig", "-p"]).splitlines()]
     return {
         "libraries": [line for line in libraries if line.startswith(LIBRARIES)],
         "drivers": [
@@ -101,7 +101,7 @@ def embodied_doctor(path: Path) -> Figures:
     return {"complete": report["complete"], "lacking": lacking, "checks": report["checks"]}
 
 
-def _said(command: list[str]) -> str:
+def _output_of(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):

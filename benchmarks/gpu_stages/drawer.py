@@ -20,18 +20,18 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--device", required=True, help="a GPU's number, or cpu")
     parser.add_argument("--seconds", type=float, required=True)
-    asked = parser.parse_args()
-    os.sched_setaffinity(0, {asked.core})
+    options = parser.parse_args()
+    os.sched_setaffinity(0, {options.core})
 
     import numpy as np
 
     from sim_farm import EpisodeSpec, TaskSpec, make_physics, make_renderer, render_devices
 
-    render_devices.ask(int(asked.device) if asked.device.isdecimal() else asked.device)
-    spec = TaskSpec(asked.task, cameras=asked.cameras, image_size=asked.size)
-    physics, random = make_physics(spec), np.random.default_rng(asked.seed)
-    scenes = [physics.reset(EpisodeSpec(asked.seed)).scene]
-    for _ in range(asked.scenes - 1):
+    render_devices.ask(int(options.device) if options.device.isdecimal() else options.device)
+    spec = TaskSpec(options.task, cameras=options.cameras, image_size=options.size)
+    physics, random = make_physics(spec), np.random.default_rng(options.seed)
+    scenes = [physics.reset(EpisodeSpec(options.seed)).scene]
+    for _ in range(options.scenes - 1):
         actions = random.uniform(-1, 1, (2, physics.info.action_dim)).astype(np.float32)
         scenes.append(physics.step(actions).scene)
     renderer, cameras = make_renderer(spec), physics.info.cameras
@@ -42,11 +42,11 @@ def main() -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     begin, calls = time.perf_counter(), 0
-    while time.perf_counter() - begin < asked.seconds:
+    while time.perf_counter() - begin < options.seconds:
         renderer.render(scenes, cameras)
         calls += 1
     seconds = time.perf_counter() - begin
-    print(json.dumps({"frames": calls * asked.scenes * len(cameras), "seconds": seconds}), flush=True)
+    print(json.dumps({"frames": calls * options.scenes * len(cameras), "seconds": seconds}), flush=True)
     # Not by way of the interpreter's end: drivers that are unloaded in the wrong order crash there.
     os._exit(0)
 

@@ -59,13 +59,13 @@ def look_at_machine(root: Path) -> Machine:
     found: dict[str, Any] = {"hardware": "unknown", "gpu": False, "versions": {}, "error": ""}
     try:
         command = [sys.executable, "-m", "benchmarks.gpu_stages.machine"]
-        asked = subprocess.run(command, env=environment(root, ""), capture_output=True, text=True, timeout=180)
-        found |= json.loads(asked.stdout) if asked.returncode == 0 else {"error": tail(asked.stderr, 1)}
+        result = subprocess.run(command, env=environment(root, ""), capture_output=True, text=True, timeout=180)
+        found |= json.loads(result.stdout) if result.returncode == 0 else {"error": tail(result.stderr, 1)}
     except (subprocess.TimeoutExpired, ValueError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
-    driver = said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], root)
-    commit = said(["git", "rev-parse", "--short=12", "HEAD"], root)
-    if commit and said(["git", "status", "--porcelain"], root):
+    driver = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], root)
+    commit = output_of(["git", "rev-parse", "--short=12", "HEAD"], root)
+    if commit and output_of(["git", "status", "--porcelain"], root):
         commit += " with changes"
     return Machine(driver=driver, commit=commit, sources=digest(root), **found)
 
@@ -81,13 +81,13 @@ def digest(root: Path) -> str:
 def environment(root: Path, mark: str) -> dict[str, str]:
     """Of a part's process: packages are found as by this one, also from another folder, as Ray's workers have it."""
     path = [str(root), *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
-    told = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1", MARK: mark}
+    variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1", MARK: mark}
     # Nothing asks a network: what is not here is an error at once, not after a minute of trying.
-    told |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    return {**os.environ, **told}
+    variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**os.environ, **variables}
 
 
-def said(command: Sequence[str], cwd: Path) -> str:
+def output_of(command: Sequence[str], cwd: Path) -> str:
     """What a command prints; empty where it is not there, fails or hangs."""
     try:
         result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=30)
@@ -128,7 +128,7 @@ class Runner:
             entry = self._measure(part, min(left, part.stage.limit_s))
             self._record.put(part.name, entry)
             failed += entry["state"] != MEASURED
-            print(f"{part.name:24} {entry['state']} in {entry['wall_s']:.0f} s{_said(entry)}", flush=True)
+            print(f"{part.name:24} {entry['state']} in {entry['wall_s']:.0f} s{_message_of(entry)}", flush=True)
             if self.interrupted:
                 break
         print(f"results: {self._record.path}; what the parts printed: {self._logs}")
@@ -241,5 +241,5 @@ def _death(status: int) -> str:
     return f"the process ended with status {status} and said nothing"
 
 
-def _said(entry: Entry) -> str:
+def _message_of(entry: Entry) -> str:
     return f": {entry['message'].splitlines()[0][:160]}" if entry.get("message") else ""

@@ -45,7 +45,7 @@ BASE = {
 
 
 @dataclass(frozen=True)
-class Taught:
+class WarmStart:
     """A policy, and how it learns from the demonstrations."""
 
     config: str
@@ -53,19 +53,19 @@ class Taught:
 
 
 POLICIES = {
-    "gaussian_mlp, states": Taught("reach", {"sft.steps": 180}),
-    "flow, states": Taught(
+    "gaussian_mlp, states": WarmStart("reach", {"sft.steps": 180}),
+    "flow, states": WarmStart(
         "reach", {"policy.kind": "flow", "policy.chunk": 4, "policy.options": {"steps": 4}, "sft.steps": 70}
     ),
-    "flow, pictures": Taught(
+    "flow, pictures": WarmStart(
         "reach",
         {
             "policy.kind": "flow", "policy.chunk": 4, "policy.reads": ["proprio", "images"],
             "policy.options": {"encoder": "cnn", "steps": 4}, "env.cameras": 1, "env.image_size": 56, "sft.steps": 250,
         },
     ),
-    "openvla": Taught("openvla_small", {"sft.steps": 25}),
-    "openvla_oft": Taught(
+    "openvla": WarmStart("openvla_small", {"sft.steps": 25}),
+    "openvla_oft": WarmStart(
         "openvla_oft_small_grpo", {"workflow": "ppo", "advantage.scale": "group", "sft.steps": 100}
     ),
 }  # fmt: skip
@@ -99,10 +99,10 @@ def main(args: Arguments) -> dict[str, Any]:
     """Run the pairs and return what they came to."""
     demonstrations = _record(args.out)
     found: dict[str, dict[str, Any]] = {}
-    for policy, taught in POLICIES.items():
+    for policy, warm_start in POLICIES.items():
         if args.only and policy not in args.only:
             continue
-        base = with_settings(load_config(taught.config), {**BASE, **taught.settings}, policy)
+        base = with_settings(load_config(warm_start.config), {**BASE, **warm_start.settings}, policy)
         warm = f"{_slug(policy)}-warm"
         if not (args.out / warm).exists():
             sft_run(with_settings(base, {"sft.data": (demonstrations,), "name": warm}, policy), policy, args.out, False)

@@ -77,23 +77,23 @@ def learn(title: str, parameters: list[nn.Parameter], lr: float, count: int, los
 
 def learn_to_see(student: Student, frames: Tensor, places: Tensor, args: Arguments) -> None:
     """Train towers and projector on what is seen where. Objects lie on the table: their height is not asked for."""
-    held = len(frames) // 20
+    held_out = len(frames) // 20
     wanted = torch.cat([places[:, 0], places[:, 1:, :2].flatten(1)], 1)
     centre, scale = wanted.mean(0), wanted.std(0)
     head = nn.Linear(student.width, wanted.shape[1])
     generator = torch.Generator().manual_seed(args.seed)
 
-    def told(index: Tensor) -> Tensor:
+    def predicted(index: Tensor) -> Tensor:
         return head(student.see(frames[index]).mean(1))
 
     def loss() -> Tensor:
-        index = held + torch.randint(len(frames) - held, (args.seeing_batch,), generator=generator)
-        return functional.smooth_l1_loss(told(index), (wanted[index] - centre) / scale, beta=0.1)
+        index = held_out + torch.randint(len(frames) - held_out, (args.seeing_batch,), generator=generator)
+        return functional.smooth_l1_loss(predicted(index), (wanted[index] - centre) / scale, beta=0.1)
 
     parameters = [p for part in (*student.eyes, head) for p in part.parameters()]
     learn("Learning to see where things are", parameters, SEEING_LR, args.seeing_steps, loss)
     with torch.no_grad():
-        error = (told(torch.arange(held)) * scale + centre - wanted[:held]).abs().mean()
+        error = (predicted(torch.arange(held_out)) * scale + centre - wanted[:held_out]).abs().mean()
     print(f"mean error of a coordinate on pictures that were not learned from: {1000 * float(error):.1f} mm")
 
 
@@ -106,9 +106,9 @@ def learn_to_speak(policy: Policy, world: World, frames: Tensor, places: Tensor,
     answers = torch.cat([at, way], 1)
     chunk, nothing = policy.spec.chunk, torch.zeros(len(frames), policy.spec.proprio_dim)
     policy.adopt_units(torch.tensor([[-1.0] * 3, [1.0] * 3]), nothing)
-    held, generator = len(frames) // 20, torch.Generator().manual_seed(args.seed + 1)
+    held_out, generator = len(frames) // 20, torch.Generator().manual_seed(args.seed + 1)
 
-    def asked(index: Tensor) -> tuple[Inputs, Tensor]:
+    def questions_about(index: Tensor) -> tuple[Inputs, Tensor]:
         which = torch.randint(len(world.questions), (len(index),), generator=generator)
         inputs = Inputs(
             frames={world.camera: frames[index]},
@@ -118,15 +118,17 @@ def learn_to_speak(policy: Policy, world: World, frames: Tensor, places: Tensor,
         return inputs, answers[index, which][:, None].expand(-1, chunk, -1)
 
     def loss() -> Tensor:
-        index = held + torch.randint(len(frames) - held, (args.speaking_batch,), generator=generator)
-        inputs, answer = asked(index)
+        index = held_out + torch.randint(len(frames) - held_out, (args.speaking_batch,), generator=generator)
+        inputs, answer = questions_about(index)
         noise = torch.randn(len(index), policy.noise_dim, generator=generator)
         return policy.imitate(inputs, answer, torch.ones(len(index), chunk, dtype=torch.bool), noise).mean()
 
     learn("Learning to say where things are", list(policy.actor_parameters()), SPEAKING_LR, args.speaking_steps, loss)
-    inputs, answer = asked(torch.arange(held))
-    said = torch.cat([policy.act(inputs.rows(rows), None).chunk for rows in torch.arange(held).split(COMPARED)])
-    print(f"mean error of an answer: {float((said - answer).abs().mean()):.3f} of a range from -1 to 1")
+    inputs, answer = questions_about(torch.arange(held_out))
+    predicted = torch.cat(
+        [policy.act(inputs.rows(rows), None).chunk for rows in torch.arange(held_out).split(COMPARED)]
+    )
+    print(f"mean error of an answer: {float((predicted - answer).abs().mean()):.3f} of a range from -1 to 1")
 
 
 def main(args: Arguments) -> None:

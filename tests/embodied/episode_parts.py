@@ -27,7 +27,7 @@ from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import make_policy
 from embodied.workflows.recipes import GRPO
 from policies.contract import Policy, PolicySpec
-from tests.embodied.held import held
+from tests.embodied.copied_out import copied_out
 
 ENVS, SIZE, CHUNK, LIMIT = 8, 4, 2, 19
 """An episode that is truncated ends in the middle of a chunk."""
@@ -98,7 +98,7 @@ def part_of(number: int) -> EpisodePart:
 def roll(workers: OnPolicy, number: int, limit: int) -> Trajectories:
     """Episode `number` of every environment, of which each may end `limit`."""
     workers.rollout_worker.call(RolloutRole.rollout_episodes, part_of(number), limit, 60.0)
-    return held(workers.rollout_worker.call(RolloutRole.trajectories))
+    return copied_out(workers.rollout_worker.call(RolloutRole.trajectories))
 
 
 def episodes_in_parts(config: Config, folder: Path, policy: Path | None = None) -> list[Trajectories]:
@@ -139,7 +139,7 @@ SEEN: list[Trajectories] = []
 
 
 def noting(batch: Trajectories, config: Config) -> Estimate:
-    SEEN.append(held(batch))
+    SEEN.append(copied_out(batch))
     return group_relative(batch, config)
 
 

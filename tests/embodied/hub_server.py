@@ -20,7 +20,7 @@ class Hub:
         """By repository ("models/org/name") and commit, the files."""
         self.revisions: dict[tuple[str, str], str] = {}
         """By repository and branch or tag, the commit."""
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         """Files whose contents were asked for."""
 
     def add(self, repository: str, folder: Path, *revisions: str) -> str:
@@ -65,7 +65,7 @@ def serving(hub: Hub) -> Iterator[str]:
                 if found is None or name not in found[1]:
                     return self._refuse("EntryNotFound")
                 data = found[1][name].read_bytes()
-                hub.asked += [name] * body
+                hub.requests += [name] * body
                 self._send(data if body else b"", len(data), {
                     "X-Repo-Commit": found[0], "ETag": f'"{_blob(data)}"', "Content-Type": "application/octet-stream",
                 })  # fmt: skip

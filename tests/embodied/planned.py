@@ -95,7 +95,7 @@ def assert_same_parameters(found: Path, expected: Path) -> None:
         assert all(tensors[key].tobytes() == other.tobytes() for key, other in others.items()), path.name
 
 
-class Said:
+class Commands:
     """Runs commands in this process and hands back what they said."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,18 +111,18 @@ class Said:
         return status, " ".join((found.out + found.err).split())
 
     def done(self, *arguments: str) -> str:
-        status, said = self.run(*arguments)
-        assert status == 0, said
-        return said
+        status, output = self.run(*arguments)
+        assert status == 0, output
+        return output
 
     def refused(self, *arguments: str) -> str:
         """The message of a command that is refused before it builds an environment."""
-        status, said = self.run(*arguments)
-        assert status == 2, said
-        assert "Building" not in said, "workers had been started already"
-        return said
+        status, output = self.run(*arguments)
+        assert status == 2, output
+        assert "Building" not in output, "workers had been started already"
+        return output
 
 
 @pytest.fixture
-def embodied(capsys: pytest.CaptureFixture[str]) -> Said:
-    return Said(capsys)
+def embodied(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)

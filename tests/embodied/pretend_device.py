@@ -44,21 +44,21 @@ Base: Any = torch.Tensor
 class Far(Base):
     """A tensor that says to Python that it is on `DEVICE`, and to autograd, which has no streams there, on the CPU."""
 
-    held: Tensor
+    inner: Tensor
     """Its numbers."""
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Far:
+    def __new__(cls, inner: Tensor) -> Far:
         return Base._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-            layout=held.layout, device="cpu", requires_grad=False,
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            layout=inner.layout, device="cpu", requires_grad=False,
         )  # fmt: skip
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
 
     def __repr__(self) -> str:
-        return f"Far({self.held!r})"
+        return f"Far({self.inner!r})"
 
     @property
     def device(self) -> Any:
@@ -89,7 +89,7 @@ class Far(Base):
     @data.setter
     def data(self, new: Far) -> None:
         Base.data.__set__(self, new)
-        self.held = new.held
+        self.inner = new.inner
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,12 +126,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: PretendDevice | N
         _count(func, args, kwargs, to_far, device)
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    held, held_kwargs = tree_map(lambda a: a.held if isinstance(a, Far) else a, (args, kwargs))
+    inner, inner_kwargs = tree_map(lambda a: a.inner if isinstance(a, Far) else a, (args, kwargs))
     if func is aten._to_copy.default:
-        held_kwargs.pop("non_blocking", None)  # which would pin
-    out = func(*held, **held_kwargs)
+        inner_kwargs.pop("non_blocking", None)  # which would pin
+    out = func(*inner, **inner_kwargs)
     if not to_far:
-        return out.clone() if func is aten._to_copy.default and far and out is held[0] else out
+        return out.clone() if func is aten._to_copy.default and far and out is inner[0] else out
     out = tree_map(lambda a: Far(a) if isinstance(a, Tensor) else a, out)
     return return_and_correct_aliasing(func, args, kwargs, out) if far else out
 

@@ -39,7 +39,7 @@ class Counted(Learner):
             self.update(batch, iteration)
         return counter.get_total_flops()
 
-    def held_numbers(self) -> int:
+    def local_numbers(self) -> int:
         """Of parameters and moments, in this process."""
         found = [*self.policy.parameters(), *(t for s in self.optimizer.state.values() for t in s.values() if t.ndim)]
         return sum(getattr(t, "to_local", lambda t=t: t)().numel() for t in found)

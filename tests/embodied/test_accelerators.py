@@ -154,9 +154,9 @@ def component(pool: schedulers.Pool, seconds: float, **more: Any) -> ComponentPr
     return ComponentProfile(pool, (Point(4, 1, seconds, seconds, seconds),), **more)
 
 
-def profile_of(held: float) -> Profile:
+def profile_of(resident_bytes: float) -> Profile:
     """Policy and learner as measured on one GPU, each holding so many bytes of it."""
-    gpu = {"data_parallel": False, "resident_bytes": held, "unload_s": 0.1, "load_s": 0.1}
+    gpu = {"data_parallel": False, "resident_bytes": resident_bytes, "unload_s": 0.1, "load_s": 0.1}
     physics, policy = component("cores", 0.02), component("accelerators", 0.01, **gpu)
     return Profile("ppo", {}, {"physics": physics, "policy": policy, "learner": component("accelerators", 0.3, **gpu)})
 

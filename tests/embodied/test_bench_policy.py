@@ -257,7 +257,7 @@ def test_a_named_size_has_its_parameters(tmp_path: Path, size: str, parameters: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("policy", "--model", "openvla-7", "--random-weights"), "did you mean openvla-7b"),
         (("policy", "--model", "openvla-tiny"), "--random-weights, or --checkpoint DIR"),
@@ -272,10 +272,12 @@ def test_a_named_size_has_its_parameters(tmp_path: Path, size: str, parameters: 
         (("policy", "--model", "openvla-tiny", "--random-weights", "--dtype", "int8"), "dtype must be auto"),
     ],
 )
-def test_a_mistake_is_one_clear_message(arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_mistake_is_one_clear_message(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture
+) -> None:
     assert main(["bench", *arguments]) == 2
     message = capsys.readouterr().err
-    assert said in " ".join(message.split()) and "Traceback" not in message
+    assert expected in " ".join(message.split()) and "Traceback" not in message
 
 
 def test_both_benches_take_the_same_words() -> None:

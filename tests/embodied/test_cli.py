@@ -32,28 +32,28 @@ def embodied(*arguments: str, **settings: str) -> subprocess.CompletedProcess[st
 def refusal(*arguments: str, **settings: str) -> str:
     """The message of a command that must be refused: exit status 2, no traceback."""
     done = embodied(*arguments, **settings)
-    said = done.stdout + done.stderr
-    assert done.returncode == 2, said
-    assert "Traceback" not in said, said
-    return " ".join(said.split())
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
+    assert "Traceback" not in output, output
+    return " ".join(output.split())
 
 
 def here(*arguments: str) -> tuple[int, str]:
     """Exit status and what is said of a command in this process, where nothing has to be imported anew."""
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
         try:
             status: Any = cli.main(list(arguments))
         except SystemExit as left:  # the parser's way
             status = left.code
-    return int(status or 0), said.getvalue()
+    return int(status or 0), output.getvalue()
 
 
 def refusal_here(*arguments: str) -> str:
     """The message of a command that must be refused; an exception would be the traceback."""
-    status, said = here(*arguments)
-    assert status == 2, said
-    return " ".join(said.split())
+    status, output = here(*arguments)
+    assert status == 2, output
+    return " ".join(output.split())
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def test_the_result_is_written_as_json_with_units_in_its_names(run: Path) -> Non
 @pytest.mark.slow
 def test_evaluating_again_gives_the_same(run: Path, tmp_path: Path) -> None:
     before = json.loads((run / "eval.json").read_text())
-    status, said = here("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))
-    assert status == 0, said
+    status, output = here("eval", str(run), "--eval.videos", "0", "--json", str(tmp_path / "e.json"))
+    assert status == 0, output
     again = json.loads((tmp_path / "e.json").read_text())
     for key in ("success_rate", "episode_len", "return", "episodes"):
         assert again[key] == before[key], key
@@ -98,8 +98,8 @@ def test_report_can_be_written_again(run: Path) -> None:
 
 
 def test_a_run_that_exists_is_refused_with_the_way_out(run: Path) -> None:
-    said = refusal_here("train", "reach", "--name", "first", "--runs-dir", str(run.parent), *SMALL)
-    assert "--resume auto" in said and "--name" in said
+    output = refusal_here("train", "reach", "--name", "first", "--runs-dir", str(run.parent), *SMALL)
+    assert "--resume auto" in output and "--name" in output
 
 
 @pytest.mark.slow
@@ -109,42 +109,44 @@ def test_resume_goes_on_where_the_run_stopped(run: Path, tmp_path: Path) -> None
     copy = tmp_path / "first"
     shutil.copytree(run, copy)
     resumed = ["--name", "first", "--runs-dir", str(tmp_path), "--resume", "auto", *SMALL, "--iterations", "3"]
-    status, said = here("train", "reach", *resumed)
-    assert status == 0, said
+    status, output = here("train", "reach", *resumed)
+    assert status == 0, output
     rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mode", ["inline", "ray"])
 def test_a_wrong_task_name_shows_the_nearest(mode: str, tmp_path: Path) -> None:
-    said = refusal_here(
+    output = refusal_here(
         "train", "reach", "--env.task", "tabletop/reech", "--runtime.mode", mode, "--runs-dir", str(tmp_path)
     )
-    assert "tabletop/reach" in said
+    assert "tabletop/reach" in output
     assert not list(tmp_path.iterdir()), "a run that never began must leave no folder"
 
 
 def test_a_control_mode_that_the_task_lacks_lists_those_it_has(tmp_path: Path) -> None:
-    said = refusal_here("train", "reach", *SMALL, "--env.control-mode", "pd_joint_pos", "--runs-dir", str(tmp_path))
-    assert "pd_joint_pos" in said and "ee_delta_pos" in said
+    output = refusal_here("train", "reach", *SMALL, "--env.control-mode", "pd_joint_pos", "--runs-dir", str(tmp_path))
+    assert "pd_joint_pos" in output and "ee_delta_pos" in output
 
 
 def test_a_batch_that_does_not_divide_names_one_that_does(tmp_path: Path) -> None:
     overrides = ["--env.num-envs", "7", "--farm.physics-workers", "2", "--farm.groups", "2"]
-    said = refusal_here("train", "reach", *SMALL, *overrides, "--runs-dir", str(tmp_path))
-    assert "7 environments do not divide" in said and "8" in said
+    output = refusal_here("train", "reach", *SMALL, *overrides, "--runs-dir", str(tmp_path))
+    assert "7 environments do not divide" in output and "8" in output
 
 
 def test_a_checkpoint_of_another_policy_is_refused(run: Path) -> None:
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    said = refusal_here("eval", "reach", "--checkpoint", str(latest), "--policy.kind", "flow", "--policy.options", "{}")
-    assert "another policy" in said or "policy.options" in said
+    output = refusal_here(
+        "eval", "reach", "--checkpoint", str(latest), "--policy.kind", "flow", "--policy.options", "{}"
+    )
+    assert "another policy" in output or "policy.options" in output
 
 
 def test_a_checkpoint_of_another_task_is_refused(run: Path) -> None:
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    said = refusal_here("eval", "reach", "--checkpoint", str(latest), "--env.task", "tabletop/push", *SMALL[:4])
-    assert "another policy" in said and "state_dim" in said
+    output = refusal_here("eval", "reach", "--checkpoint", str(latest), "--env.task", "tabletop/push", *SMALL[:4])
+    assert "another policy" in output and "state_dim" in output
 
 
 def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
@@ -161,8 +163,8 @@ def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
 
 def test_a_read_only_folder_is_refused_before_anything_starts() -> None:
     # Nobody can make a folder here, root included: tests often run as root, whom permissions do not stop.
-    said = refusal_here("train", "reach", "--runs-dir", "/sys/embodied-runs", *SMALL)
-    assert "cannot be written" in said and "--runs-dir" in said and "Starting" not in said
+    output = refusal_here("train", "reach", "--runs-dir", "/sys/embodied-runs", *SMALL)
+    assert "cannot be written" in output and "--runs-dir" in output and "Starting" not in output
 
 
 def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
@@ -170,14 +172,14 @@ def test_a_full_shared_memory_says_how_much_is_missing(tmp_path: Path) -> None:
     reads = ["--policy.reads", "proprio", "images", "--runtime.mode", "ray", "--farm.physics-workers", "1"]
     config = tmp_path / "big.yaml"
     config.write_text("env: {task: tabletop/reach}\npolicy: {kind: flow, options: {encoder: cnn}}\n")
-    said = refusal_here("train", str(config), *pixels, *reads, "--runs-dir", str(tmp_path / "runs"))
-    assert "shared memory" in said and "--shm-size" in said and "Starting" not in said
+    output = refusal_here("train", str(config), *pixels, *reads, "--runs-dir", str(tmp_path / "runs"))
+    assert "shared memory" in output and "--shm-size" in output and "Starting" not in output
 
 
 @pytest.mark.slow
 def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
     nothing = str(tmp_path / "none.json")
-    said = refusal(
+    output = refusal(
         "train",
         "pushcube",
         *SMALL,
@@ -186,7 +188,7 @@ def test_no_vulkan_device_names_the_doctor(tmp_path: Path) -> None:
         VK_DRIVER_FILES=nothing,
         VK_ICD_FILENAMES=nothing,
     )
-    assert "Vulkan" in said and "embodied doctor" in said
+    assert "Vulkan" in output and "embodied doctor" in output
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
@@ -202,10 +204,10 @@ def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Pa
 
     folder = write_oft(tmp_path / "directory")
     start = ["eval", "openvla_oft_tiny", "--policy.options.checkpoint", str(folder)]
-    said = refusal_here(*start)
-    assert "set policy.options.head to l1" in said and "set policy.options.film to true" in said
-    said = refusal_here(*start, "--policy.options.head", "l1", "--policy.options.proprio=false")
-    assert "action_head" not in said and "vision_backbone--150000_checkpoint.pt is there and not used" in said
+    output = refusal_here(*start)
+    assert "set policy.options.head to l1" in output and "set policy.options.film to true" in output
+    output = refusal_here(*start, "--policy.options.head", "l1", "--policy.options.proprio=false")
+    assert "action_head" not in output and "vision_backbone--150000_checkpoint.pt is there and not used" in output
     options = ["--policy.options.head", "l1", "--policy.options.film", "--policy.options.no-value-per-action"]
     arguments = cli._parse("eval", cli._module("eval", "evaluate").Arguments, "openvla_oft_tiny", [
         "openvla_oft_tiny", *options, "--policy.options.lora-parts", "language", "vision", "--seed", "3",
@@ -224,8 +226,8 @@ def test_an_unknown_configuration_or_run_names_the_nearest() -> None:
 
 
 def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
-    said = refusal_here("train", "reach", *SMALL, "--policy.reads", "images", "--runs-dir", str(tmp_path))
-    assert "env.cameras" in said
+    output = refusal_here("train", "reach", *SMALL, "--policy.reads", "images", "--runs-dir", str(tmp_path))
+    assert "env.cameras" in output
 
 
 def test_help_is_generated_from_the_configuration() -> None:
@@ -249,10 +251,10 @@ def test_without_a_configuration_usage_and_configurations_are_shown(
     verb: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([verb, *options]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"usage: embodied {verb} ")
+    output = capsys.readouterr().err
+    assert output.startswith(f"usage: embodied {verb} ")
     for name, about in shipped_configs().items():
-        assert any(line.split() == [name, *about.split()] for line in said.splitlines()), name
+        assert any(line.split() == [name, *about.split()] for line in output.splitlines()), name
         assert len(about) > 20, "the file begins with a comment that says what it is"
 
 
@@ -280,8 +282,8 @@ def test_a_missing_package_is_named_with_what_installs_it(
     monkeypatch.delitem(sys.modules, "embodied.commands.report", raising=False)
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert cli.main(["report", "some"]) == 2
-    said = capsys.readouterr().err
-    assert "'tyro'" in said and "embodied-farm[all]" in said
+    output = capsys.readouterr().err
+    assert "'tyro'" in output and "embodied-farm[all]" in output
 
 
 # --- evaluation
@@ -306,19 +308,19 @@ def untrained(tmp_path: Path) -> list[str]:
 @pytest.mark.slow
 def test_a_suite_is_evaluated_into_a_table_and_a_folder(untrained: list[str], tmp_path: Path) -> None:
     written = ["--folder", str(tmp_path / "e"), "--json", str(tmp_path / "j")]
-    status, said = here(*untrained, "--eval.tasks", "tabletop", *written)
-    assert status == 0, said
+    status, output = here(*untrained, "--eval.tasks", "tabletop", *written)
+    assert status == 0, output
     assert json.loads((tmp_path / "j").read_text()) == json.loads((tmp_path / "e" / "eval.json").read_text())
     table = (tmp_path / "e" / "eval.md").read_text()
-    assert table in said and "| **tabletop**" in table
+    assert table in output and "| **tabletop**" in table
     assert (tmp_path / "e" / "videos" / "evaluation.mp4").stat().st_size > 0
-    said = refusal_here(*untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"))
-    assert "--resume auto" in said and "--folder" in said
+    output = refusal_here(*untrained, "--eval.tasks", "tabletop", "--folder", str(tmp_path / "e"))
+    assert "--resume auto" in output and "--folder" in output
 
 
 def test_a_run_keeps_every_evaluation_and_shows_the_newest(run: Path) -> None:
-    status, said = here("eval", str(run), "--eval.episodes", "3", "--eval.videos", "0")
-    assert status == 0, said
+    status, output = here("eval", str(run), "--eval.episodes", "3", "--eval.videos", "0")
+    assert status == 0, output
     folders = sorted((run / "evals").iterdir(), key=lambda folder: folder.stat().st_mtime)
     assert len(folders) >= 2
     assert (run / "eval.json").read_bytes() == (folders[-1] / "eval.json").read_bytes()
@@ -332,11 +334,11 @@ def test_an_unknown_suite_or_index_shows_the_nearest(untrained: list[str], tmp_p
 
 
 def test_a_configuration_whose_policy_needs_training_is_refused(tmp_path: Path) -> None:
-    said = refusal_here("eval", "reach", *SMALL[:4], "--runs-dir", str(tmp_path / "runs"))
-    assert "--checkpoint" in said
+    output = refusal_here("eval", "reach", *SMALL[:4], "--runs-dir", str(tmp_path / "runs"))
+    assert "--checkpoint" in output
     assert not list(tmp_path.glob("runs/evals/*"))
 
 
 def test_a_published_protocol_refuses_other_tasks(untrained: list[str]) -> None:
-    said = refusal_here(*untrained, "--eval.protocol", "openvla-oft")
-    assert "tabletop/reach" in said and "libero/libero_spatial" in said
+    output = refusal_here(*untrained, "--eval.protocol", "openvla-oft")
+    assert "tabletop/reach" in output and "libero/libero_spatial" in output

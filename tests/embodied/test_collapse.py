@@ -9,7 +9,7 @@ import numpy as np
 from embodied.training.iteration_metrics import PATIENCE, CollapseWatch
 
 
-def said(rates: Sequence[float | None]) -> list[int]:
+def warned_at(rates: Sequence[float | None]) -> list[int]:
     """The iterations at which something is said of these success rates of the last 100 episodes."""
     watch = CollapseWatch(100)
     rows = [{"iteration": i, "env/success_recent": rate, "learner/approx_kl": 0.5} for i, rate in enumerate(rates, 1)]
@@ -17,30 +17,34 @@ def said(rates: Sequence[float | None]) -> list[int]:
 
 
 def test_a_fall_that_lasts_is_said_once() -> None:
-    assert said([None, 0.5, 0.9] + [0.3] * 20) == [3 + PATIENCE]
+    assert warned_at([None, 0.5, 0.9] + [0.3] * 20) == [3 + PATIENCE]
 
 
 def test_a_second_fall_after_a_recovery_is_said_again() -> None:
     rates = [0.9, *[0.3] * PATIENCE, 0.9, *[0.3] * PATIENCE]
-    assert said(rates) == [1 + PATIENCE, 2 + 2 * PATIENCE]
+    assert warned_at(rates) == [1 + PATIENCE, 2 + 2 * PATIENCE]
 
 
 def test_noise_is_not_a_fall() -> None:
     """100 episodes each, of a policy that stays as it is."""
     random = np.random.default_rng(0)
-    assert not said((random.binomial(100, 0.6, 300) / 100).tolist())
+    assert not warned_at((random.binomial(100, 0.6, 300) / 100).tolist())
 
 
 def test_a_short_fall_is_not_said() -> None:
-    assert not said([0.9, *[0.3] * (PATIENCE - 1), 0.85, *[0.3] * (PATIENCE - 1)])
+    assert not warned_at([0.9, *[0.3] * (PATIENCE - 1), 0.85, *[0.3] * (PATIENCE - 1)])
 
 
 def test_what_is_said_names_the_rates_with_intervals_and_what_explains_them() -> None:
     watch = CollapseWatch(100)
-    told = None
+    message = None
     for i, rate in enumerate([0.9] + [0.3] * PATIENCE):
-        told = watch.see({"iteration": i, "env/success_recent": rate, "learner/approx_kl": 0.5, "learner/entropy": 2.0})
-    assert told is not None
+        message = watch.see(
+            {"iteration": i, "env/success_recent": rate, "learner/approx_kl": 0.5, "learner/entropy": 2.0}
+        )
+    assert message is not None
     assert (
-        "30% (22% to 40%)" in told and "90% (83% to 94%) at iteration 0" in told and "approx_kl 0.5, entropy 2" in told
+        "30% (22% to 40%)" in message
+        and "90% (83% to 94%) at iteration 0" in message
+        and "approx_kl 0.5, entropy 2" in message
     )

@@ -53,12 +53,12 @@ def test_a_rate_falls_and_rises_within_its_range() -> None:
 
 
 def test_the_weight_of_the_entropy_follows_its_target() -> None:
-    asked = config(loss={"entropy_coef": 0.01, "entropy_target": 1.2})
-    start = Controls.of(asked)
-    assert start.after(asked, MEASURED).entropy_coef == pytest.approx(0.01 * math.exp(ENTROPY_RATE * 0.2))
-    far = start.after(asked, {**MEASURED, "learner/entropy": 9.0})
+    adapting = config(loss={"entropy_coef": 0.01, "entropy_target": 1.2})
+    start = Controls.of(adapting)
+    assert start.after(adapting, MEASURED).entropy_coef == pytest.approx(0.01 * math.exp(ENTROPY_RATE * 0.2))
+    far = start.after(adapting, {**MEASURED, "learner/entropy": 9.0})
     assert far.entropy_coef == pytest.approx(0.01 * math.exp(-ENTROPY_RATE)), "one iteration changes it by so much"
-    assert start.after(asked, {**MEASURED, "learner/entropy": float("nan")}) == start
+    assert start.after(adapting, {**MEASURED, "learner/entropy": float("nan")}) == start
 
 
 def test_returns_of_the_first_iteration_are_their_own_scale_and_later_ones_join() -> None:
@@ -84,14 +84,14 @@ def test_nothing_adapts_unless_it_is_asked_for() -> None:
 
 
 def test_what_is_no_longer_adapted_is_as_the_configuration_says() -> None:
-    asked = config(
+    adapting = config(
         loss={"reference_kl": 0.1, "reference_kl_target": 0.01, "entropy_coef": 0.2, "entropy_target": 9.0},
         optim={"lr_kl": 1.0},
     )
-    grown = Controls.of(asked).after(asked, {**MEASURED, "learner/reference_kl": 1.0})
-    numbers = grown.numbers(asked)
+    grown = Controls.of(adapting).after(adapting, {**MEASURED, "learner/reference_kl": 1.0})
+    numbers = grown.numbers(adapting)
     assert set(numbers) == {"reference_kl", "entropy_coef", "lr_share"} and numbers["reference_kl"] == 0.2
-    assert Controls.read(numbers, asked) == grown
+    assert Controls.read(numbers, adapting) == grown
     plain = config(loss={"reference_kl": 0.3, "entropy_coef": 0.4})
     assert Controls.read(numbers, plain) == Controls.of(plain)
 
@@ -101,8 +101,8 @@ def test_what_is_no_longer_adapted_is_as_the_configuration_says() -> None:
 
 def test_normalised_returns_give_the_same_advantages(tmp_path: Path) -> None:
     """A critic that says the same in deviations of returns changes nothing of what the policy learns from."""
-    asked = config(advantage={"normalise_returns": True})
-    controls, batch = UpdateControls(asked), make_batch()
+    adapting = config(advantage={"normalise_returns": True})
+    controls, batch = UpdateControls(adapting), make_batch()
     controls.load({"return_mean": 2.0, "return_square": 13.0, "return_weight": 0.5})
     spoken = replace(
         batch,
@@ -115,8 +115,8 @@ def test_normalised_returns_give_the_same_advantages(tmp_path: Path) -> None:
 
 
 def test_values_of_an_update_ago_were_said_in_the_scale_of_then() -> None:
-    asked = config(advantage={"normalise_returns": True})
-    controls, batch = UpdateControls(asked), make_batch()
+    adapting = config(advantage={"normalise_returns": True})
+    controls, batch = UpdateControls(adapting), make_batch()
     rows = to_rows(batch)
     first = controls.in_rewards(batch)
     assert torch.equal(first.value, batch.value), "before any update there is no scale"
@@ -130,8 +130,8 @@ def test_values_of_an_update_ago_were_said_in_the_scale_of_then() -> None:
 
 def test_a_clipped_critic_moves_when_the_scale_does(tmp_path: Path) -> None:
     """The bound is on how far it moves from what it said, not from what that means in the new scale."""
-    asked = AdvantageConfig(normalise_returns=True)
-    learner = make_learner(tmp_path, LossConfig(value_clip=0.2), asked, epochs=1, minibatch=0)
+    adapting = AdvantageConfig(normalise_returns=True)
+    learner = make_learner(tmp_path, LossConfig(value_clip=0.2), adapting, epochs=1, minibatch=0)
     batch = make_batch()
     seen: list[float] = []
     clip = learner._parallel.clip_grad_norm
@@ -147,11 +147,11 @@ def test_a_clipped_critic_moves_when_the_scale_does(tmp_path: Path) -> None:
 
 
 def test_nothing_adapts_while_the_critic_warms_up(tmp_path: Path) -> None:
-    asked = config(
+    adapting = config(
         loss={"entropy_coef": 0.1, "entropy_target": 9.0, "reference_kl": 0.1, "reference_kl_target": 1.0},
         optim={"lr_kl": 0.01, "critic_warmup": 3},
     )
-    controls, metrics = UpdateControls(asked), {**MEASURED, "learner/steps": 4.0, "learner/reference_kl": 1e-9}
+    controls, metrics = UpdateControls(adapting), {**MEASURED, "learner/steps": 4.0, "learner/reference_kl": 1e-9}
     for iteration in range(3):
         controls.note({**metrics, "learner/approx_kl": 3e-9}, iteration)
     assert controls.numbers() == {}
@@ -162,10 +162,12 @@ def test_nothing_adapts_while_the_critic_warms_up(tmp_path: Path) -> None:
 
 
 def test_weights_stay_within_their_range() -> None:
-    asked = config(loss={"entropy_coef": 0.1, "entropy_target": 9.0, "reference_kl": 0.1, "reference_kl_target": 1.0})
-    found = Controls.of(asked)
+    adapting = config(
+        loss={"entropy_coef": 0.1, "entropy_target": 9.0, "reference_kl": 0.1, "reference_kl_target": 1.0}
+    )
+    found = Controls.of(adapting)
     for _ in range(100):
-        found = found.after(asked, {**MEASURED, "learner/reference_kl": 0.0})
+        found = found.after(adapting, {**MEASURED, "learner/reference_kl": 0.0})
     assert found.entropy_coef == pytest.approx(100) and found.reference_kl == pytest.approx(1e-4)
 
 
@@ -195,15 +197,15 @@ def test_a_policys_rate_rises_after_its_critic_has_warmed_up(tmp_path: Path) -> 
 def test_a_critic_learns_large_returns_in_deviations(tmp_path: Path) -> None:
     """Rewards a thousand times as large: in their own unit the head hardly moves towards them."""
     losses = []
-    for number, asked in enumerate((True, False)):
+    for number, normalise in enumerate((True, False)):
         learner = make_learner(tmp_path / str(number), epochs=8, value_lr=3e-3)
         learner._controls = UpdateControls(learner._config.model_copy(
-            update={"advantage": learner._config.advantage.model_copy(update={"normalise_returns": asked})}
+            update={"advantage": learner._config.advantage.model_copy(update={"normalise_returns": normalise})}
         ))  # fmt: skip
         batch = make_batch()
         metrics = learner.update(replace(batch, reward=batch.reward * 1000), 0)
         losses.append(metrics["learner/value_loss"])
-        assert ("learner/return_deviation" in metrics) == asked
+        assert ("learner/return_deviation" in metrics) == normalise
     assert losses[0] < 10 < losses[1]
 
 

@@ -31,7 +31,7 @@ from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
-from tests.embodied.held import held
+from tests.embodied.copied_out import copied_out
 
 T, B, C, A, S = 7, 5, 3, 2, 4
 Bootstrap = Literal["truncated", "always"]
@@ -213,7 +213,7 @@ def rolled_out(policy: GaussianMLP, decisions: int) -> Trajectories:
         worker.use(memory)
         worker.begin()
         worker.rollout(decisions)
-        return held(worker.trajectories())
+        return copied_out(worker.trajectories())
     finally:
         farm.close()
 

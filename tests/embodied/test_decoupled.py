@@ -23,7 +23,7 @@ from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import make_policy
 from policies.contract import PolicySpec
-from tests.embodied.held import held
+from tests.embodied.copied_out import copied_out
 from tests.embodied.runs import GROUPS, STATES, assigned, inline, kept_in
 
 
@@ -38,7 +38,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
             workers.rollout_worker.call(RolloutRole.rollout_episodes, EpisodePart(0, 4), 1, 60.0)
         else:
             workers.rollout_worker.call(RolloutRole.rollout, config.rollout.decisions, 60.0)
-        return config, held(workers.rollout_worker.call(RolloutRole.trajectories))
+        return config, copied_out(workers.rollout_worker.call(RolloutRole.trajectories))
 
 
 def moved_learner(config: Config, folder: Path, by: float) -> Learner:

@@ -121,8 +121,8 @@ def test_the_pretence_refuses_what_cuda_refuses(gpu: PretendDevice) -> None:
 def test_nothing_is_copied_on_a_cpu() -> None:
     policy, (inputs, noise) = make(), make_inputs(4)
     action = policy.act(inputs, noise)
-    held = to_host({"chunk": action.chunk})
-    assert held["chunk"] is action.chunk and inputs.to("cpu").state is inputs.state
+    on_host = to_host({"chunk": action.chunk})
+    assert on_host["chunk"] is action.chunk and inputs.to("cpu").state is inputs.state
 
 
 # --- the policy worker
@@ -319,7 +319,7 @@ def test_what_leaves_a_gpu_waits_in_the_hosts_memory_and_returns(gpu: PretendDev
     before = list(learner.policy.parameters())
     offload = Offload(tmp_path / "spill", learner.policy, learner.optimizer)
     assert offload.unload().bytes > 0
-    assert not any(p.numel() or p.held.numel() for p in before), "the device's memory is still held"  # type: ignore[attr-defined]
+    assert not any(p.numel() or p.inner.numel() for p in before), "the device's memory is still held"  # type: ignore[attr-defined]
     assert not (tmp_path / "spill").exists()
     assert offload.load().bytes > 0
     assert all(now is p for now, p in zip(learner.policy.parameters(), before, strict=True))

@@ -98,10 +98,10 @@ def test_a_policy_acts_on_what_it_is_told(tmp_path: Path) -> None:
     tiny = load_config("openvla_tiny").model_dump(mode="json")
     short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
     found = {}
-    for told in (None, "move the gripper to the green ball", "reach the ball"):
-        asked = {"episodes": 2, "num_envs": 2, "videos": 0, "instruction": told}
-        result = evaluated(tmp_path / str(told), config(tiny, eval=asked, **short))
-        found[told] = [result.actions(outcome) for outcome in result.in_order()]
+    for instruction in (None, "move the gripper to the green ball", "reach the ball"):
+        settings = {"episodes": 2, "num_envs": 2, "videos": 0, "instruction": instruction}
+        result = evaluated(tmp_path / str(instruction), config(tiny, eval=settings, **short))
+        found[instruction] = [result.actions(outcome) for outcome in result.in_order()]
     own, same, other = found.values()
     assert all(np.array_equal(a, b) for a, b in zip(own, same, strict=True)), (
         "told the task's own words it acts otherwise"
@@ -115,8 +115,8 @@ def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> Non
     """The last is the episode's end, whatever lies between two frames."""
     task, episode = TaskSpec("tabletop/push", max_episode_steps=length), EpisodeSpec(3)
     frames = Filmer().film(task, episode, np.zeros((length, 3), np.float32), stride(length))
-    said = filmed_steps(length, stride(length))
-    assert len(said) == len(frames) and said[0] == 0 and said[-1] == length
+    numbers = filmed_steps(length, stride(length))
+    assert len(numbers) == len(frames) and numbers[0] == 0 and numbers[-1] == length
     assert len(frames) <= 2 * FRAMES + 1
 
 
@@ -129,9 +129,9 @@ def test_episodes_of_a_film_are_equally_fast(monkeypatch: pytest.MonkeyPatch, tm
     episodes = [Shown(one, np.zeros((one.length, 3), np.float32), "") for one in outcomes]
     with open_session(config()) as session:
         films.write_film(tmp_path / "film.mp4", session, episodes, lambda name: task)
-    said = [list(tile.steps or ()) for tile in tiles]
-    assert said == [[*range(0, length, 3), length] for length in lengths]
-    assert [len(one) for one in said] == [len(tile.frames) for tile in tiles]
+    numbers = [list(tile.steps or ()) for tile in tiles]
+    assert numbers == [[*range(0, length, 3), length] for length in lengths]
+    assert [len(one) for one in numbers] == [len(tile.frames) for tile in tiles]
 
 
 def test_a_run_shows_what_it_reached_by_the_tasks_own_words(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_a_run_shows_what_it_reached_by_the_tasks_own_words(tmp_path: Path) -> N
     run = tmp_path / "run"
     run.mkdir()
     shown: list[int] = []
-    for told in (None, "reach the ball", None):
-        asked = {"episodes": 2 + len(shown), "num_envs": 2, "videos": 0, "instruction": told}
-        subject = Subject("run", config(tiny, eval=asked, **short), None, run, run / "evals")
+    for instruction in (None, "reach the ball", None):
+        settings = {"episodes": 2 + len(shown), "num_envs": 2, "videos": 0, "instruction": instruction}
+        subject = Subject("run", config(tiny, eval=settings, **short), None, run, run / "evals")
         protocol = protocol_of(subject.config)
         with evaluation_folder(subject, protocol, None, False) as folder, open_session(subject.config) as session:
             evaluate(subject, protocol, session, folder)
@@ -186,12 +186,12 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_result(how: signal.Signal
         while time.monotonic() < deadline and sum(map(line_count, folders(runs_dir))) < 30:
             time.sleep(0.002)  # a few episodes' time, so that it is interrupted well before the 200th
         os.kill(begun.pid, how)
-        said = begun.communicate(timeout=240)[0]
+        output = begun.communicate(timeout=240)[0]
     (folder,) = folders(runs_dir)
     kept = len(read_folder(folder).outcomes)
-    assert 30 <= kept < 200, f"not interrupted on the way: {said}"
+    assert 30 <= kept < 200, f"not interrupted on the way: {output}"
     assert not (folder / "eval.json").exists()
-    assert how is signal.SIGKILL or (begun.returncode == 130 and "--resume auto" in said)
+    assert how is signal.SIGKILL or (begun.returncode == 130 and "--resume auto" in output)
 
     assert cli.main([*arguments[1:], "--json", str(tmp_path / "r.json")]) == 0
     result = json.loads((tmp_path / "r.json").read_text())

@@ -46,8 +46,8 @@ def test_a_task_named_twice_is_evaluated_once() -> None:
     [("tabletop/reech", "tabletop/reach"), ("tablettop/reach", "tabletop"), ("nonsense", "valid: "), ("", "valid: ")],
 )
 def test_an_unknown_task_or_suite_is_refused_with_the_nearest(given: str, hint: str) -> None:
-    said = refusal(eval={"tasks": [given]})
-    assert repr(given) in said and hint in said
+    message = refusal(eval={"tasks": [given]})
+    assert repr(given) in message and hint in message
 
 
 # --- the hash
@@ -73,8 +73,8 @@ def test_a_protocol_reads_back_equal_and_a_changed_one_is_refused() -> None:
     data = as_data(protocol)
     assert from_data(data) == protocol
     assert "instruction" not in data, "hashes of evaluations made before protocols had one would be others"
-    told = replace(protocol, instruction="wave")
-    assert from_data(as_data(told)) == told and "instruction 'wave'" in told.line()
+    instructed = replace(protocol, instruction="wave")
+    assert from_data(as_data(instructed)) == instructed and "instruction 'wave'" in instructed.line()
     with pytest.raises(UserError, match="changed"):
         from_data({**data, "trials": 3})
 
@@ -99,8 +99,8 @@ def test_trials_begin_from_the_listed_initial_states_in_turn() -> None:
 
 
 def test_greedy_trials_that_would_repeat_an_episode_are_refused() -> None:
-    said = refusal(eval={"init_states": [4, 1], "episodes": 3})
-    assert "2 initial states" in said and "--eval.episodes" in said
+    message = refusal(eval={"init_states": [4, 1], "episodes": 3})
+    assert "2 initial states" in message and "--eval.episodes" in message
 
 
 # --- published protocols
@@ -235,8 +235,8 @@ def test_a_simulator_with_other_task_files_than_the_protocol_s_is_refused() -> N
 )
 def test_suites_that_others_made_of_libero_s_are_refused(suite: str) -> None:
     for name in (f"libero/{suite}", f"libero/{suite}/0"):
-        said = refusal(eval={"tasks": [name]})
-        assert "LIBERO-PRO" in said and "libero/libero_90" in said and "did you mean" not in said
+        message = refusal(eval={"tasks": [name]})
+        assert "LIBERO-PRO" in message and "libero/libero_90" in message and "did you mean" not in message
     with pytest.raises(FarmError, match="only LIBERO's own suites are known"):
         check_task(f"libero/{suite}/0")
 
@@ -257,7 +257,7 @@ def test_initial_states_are_named_by_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("24-0", "write 0-24"),
         ("0-5,3", "names 3 twice"),
@@ -267,9 +267,9 @@ def test_initial_states_are_named_by_ranges() -> None:
         ("0-999999", "beyond 99999"),
     ],
 )
-def test_what_is_no_range_of_initial_states_is_refused(given: str, said: str) -> None:
+def test_what_is_no_range_of_initial_states_is_refused(given: str, message: str) -> None:
     for section in ({"env": {"init_states": given}}, {"eval": {"init_states": given}}):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             config(**section)
 
 
@@ -279,5 +279,5 @@ def test_more_trials_than_initial_states_are_refused() -> None:
 
 
 def test_a_preset_says_nothing_of_other_simulators() -> None:
-    said = refusal(eval={"protocol": "openvla-oft"})
-    assert "tabletop/reach" in said and "libero/libero_spatial" in said and "--eval.protocol" in said
+    message = refusal(eval={"protocol": "openvla-oft"})
+    assert "tabletop/reach" in message and "libero/libero_spatial" in message and "--eval.protocol" in message

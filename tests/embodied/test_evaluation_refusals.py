@@ -34,9 +34,13 @@ run = evaluations.run  # the fixture
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_of_another_protocol_is_refused_and_left_alone(resume: bool, episodes: int, tmp_path: Path) -> None:
     kept = evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": episodes}), resume=resume)
-    assert "--folder" in said and "delete" not in said
-    assert f"protocol.trials is 3, asked for is {episodes}" in said if resume else "an evaluation of 3 episodes" in said
+    message = refusal(tmp_path / "e", config(eval={"episodes": episodes}), resume=resume)
+    assert "--folder" in message and "delete" not in message
+    assert (
+        f"protocol.trials is 3, asked for is {episodes}" in message
+        if resume
+        else "an evaluation of 3 episodes" in message
+    )
     assert_same_episodes(read_folder(tmp_path / "e"), kept)
 
 
@@ -68,22 +72,22 @@ def test_policies_that_decide_at_other_intervals_are_compared_on_the_same_episod
 
 def test_a_folder_of_another_policy_is_refused(tmp_path: Path) -> None:
     evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": 3}, policy={"chunk": 1}), resume=True)
-    assert "policy.chunk is 2, asked for is 1" in said
+    message = refusal(tmp_path / "e", config(eval={"episodes": 3}, policy={"chunk": 1}), resume=True)
+    assert "policy.chunk is 2, asked for is 1" in message
 
 
 def test_a_folder_that_holds_an_evaluation_is_refused_unless_it_is_gone_on_with(tmp_path: Path) -> None:
     evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "e", config(eval={"episodes": 3}))
-    assert "3 episodes" in said and "--resume auto" in said and "--folder" in said
+    message = refusal(tmp_path / "e", config(eval={"episodes": 3}))
+    assert "3 episodes" in message and "--resume auto" in message and "--folder" in message
 
 
 def test_two_evaluations_into_one_folder_at_a_time_are_refused(tmp_path: Path) -> None:
     evaluated(tmp_path / "e", config(eval={"episodes": 3}))
-    with (tmp_path / "e" / "lock").open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        said = refusal(tmp_path / "e", config(eval={"episodes": 3}), resume=True)
-    assert "another process" in said and "--folder" in said
+    with (tmp_path / "e" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        message = refusal(tmp_path / "e", config(eval={"episodes": 3}), resume=True)
+    assert "another process" in message and "--folder" in message
 
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
@@ -98,15 +102,15 @@ def test_a_folder_that_cannot_be_made_is_refused() -> None:
 
 
 def test_initial_states_that_a_task_lacks_are_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "e", config(eval={"init_states": [0, 1], "episodes": 2}))
-    assert "tabletop/reach has no initial state 0, 1" in said and "no recorded initial states" in said
+    message = refusal(tmp_path / "e", config(eval={"init_states": [0, 1], "episodes": 2}))
+    assert "tabletop/reach has no initial state 0, 1" in message and "no recorded initial states" in message
     assert not (tmp_path / "e").exists(), "an evaluation that never began must leave no folder"
 
 
 def test_a_camera_that_a_task_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
     settings = config(env={"cameras": ["ceiling"]}, policy={"reads": ["images"]})
-    said = refusal(tmp_path / "e", settings, FarmError)
-    assert "ceiling" in said and "wrist" in said
+    message = refusal(tmp_path / "e", settings, FarmError)
+    assert "ceiling" in message and "wrist" in message
 
 
 @pytest.mark.parametrize("tensor", ["log_std", "normalizer.var"])
@@ -139,8 +143,8 @@ def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp
     with pytest.raises(PolicyError) as caught:
         settings = config(base, eval={"tasks": ["tabletop/reach", "tabletop/pick_and_place"], "episodes": 2})
         evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e")
-    said = str(caught.value)
-    assert "tabletop/pick_and_place" in said and "action_dim is 3, expected 4" in said
+    message = str(caught.value)
+    assert "tabletop/pick_and_place" in message and "action_dim is 3, expected 4" in message
     assert {task for task, _ in read_folder(tmp_path / "e").outcomes} == {"tabletop/reach"}, "what was done is kept"
 
 
@@ -158,12 +162,12 @@ def test_the_size_of_pictures_that_a_policy_never_sees_does_not_matter_to_it(run
 
 
 def test_a_policy_that_has_to_be_trained_is_not_evaluated_without_a_checkpoint(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "e", config(policy={"kind": "gaussian_mlp"}))
-    assert "--checkpoint" in said and "gaussian_mlp" in said
+    message = refusal(tmp_path / "e", config(policy={"kind": "gaussian_mlp"}))
+    assert "--checkpoint" in message and "gaussian_mlp" in message
 
 
 def test_a_comparison_with_results_by_another_protocol_is_refused(tmp_path: Path) -> None:
     evaluated(tmp_path / "three", config(eval={"episodes": 3}))
-    said = refusal(tmp_path / "four", config(eval={"episodes": 4}), against=str(tmp_path / "three"))
-    assert "another protocol" in said and not (tmp_path / "four").exists()
+    message = refusal(tmp_path / "four", config(eval={"episodes": 4}), against=str(tmp_path / "three"))
+    assert "another protocol" in message and not (tmp_path / "four").exists()
     assert "neither a run" in refusal(tmp_path / "four", config(), against="nothing")

@@ -25,10 +25,10 @@ MEMORY = torch.randint(0, 256, (100, 2, 4, 4, 3), dtype=torch.uint8)
 
 @dataclass
 class Reader:
-    asked: list[list[int]] = field(default_factory=list)
+    requests: list[list[int]] = field(default_factory=list)
 
     def read(self, rows: Tensor) -> Tensor:
-        self.asked.append(rows.tolist())
+        self.requests.append(rows.tolist())
         return MEMORY[rows]
 
 
@@ -44,7 +44,7 @@ def test_what_is_there_is_not_fetched_again() -> None:
     assert_shown(frames.at(torch.tensor([9, 1])), [59, 51])
     assert_shown(frames.at(torch.tensor([3])), [53])
     assert_shown(frames.at(torch.tensor([], dtype=torch.int64)), [])
-    assert reader.asked == [[53, 51], [59]]
+    assert reader.requests == [[53, 51], [59]]
 
 
 def test_parts_are_joined_with_what_they_have_fetched() -> None:
@@ -55,17 +55,17 @@ def test_parts_are_joined_with_what_they_have_fetched() -> None:
     whole = RemoteFrames.joined([pickle.loads(pickle.dumps(first)), second])
     whole._reader = reader
     assert_shown(whole.at(torch.arange(8)), [10, 11, 12, 13, 70, 71, 72, 73])
-    assert reader.asked == [[12], [70], [10, 11, 13, 71, 72, 73]]
+    assert reader.requests == [[12], [70], [10, 11, 13, 71, 72, 73]]
 
 
 def test_no_call_fetches_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
     monkeypatch.setattr(trajectory_memory, "CALL_BYTES", 3 * SHAPE.nbytes + 1)
     assert_shown(RemoteFrames(reader, SHAPE, torch.arange(7)).at(torch.arange(7)), list(range(7)))
-    assert reader.asked == [[0, 1, 2], [3, 4, 5], [6]]
+    assert reader.requests == [[0, 1, 2], [3, 4, 5], [6]]
     monkeypatch.setattr(trajectory_memory, "CALL_BYTES", 1)
     assert_shown(RemoteFrames(reader, SHAPE, torch.arange(2)).at(torch.arange(2)), [0, 1])
-    assert reader.asked[3:] == [[0], [1]]
+    assert reader.requests[3:] == [[0], [1]]
 
 
 @dataclass

@@ -86,8 +86,8 @@ def test_where_a_replica_is_changes_nothing(
     assert_equal(found, runs.run(settings, ray, shared(len(nodes)), tmp_path / "here"))
     acting = {s.track for one in found.iterations for s in one.spans if s.name.startswith("act for group")}
     assert acting == {f"policy {rank}" for rank in range(len(nodes))}, "a replica has not acted"
-    told = {span.args["path"] for one in found.iterations for span in one.spans if span.name == "publish weights"}
-    assert told == {f"{way}, one copy on each node for {len(nodes)} replicas"}
+    paths = {span.args["path"] for one in found.iterations for span in one.spans if span.name == "publish weights"}
+    assert paths == {f"{way}, one copy on each node for {len(nodes)} replicas"}
 
 
 @pytest.mark.slow
@@ -136,9 +136,9 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
         for version in range(3):
             learner: WorkerGroup[Any] = workers.learner
             acting: WorkerGroup[Any] = workers.acting
-            held, asked = learner.call(test_weights.LearnerRole.holds)
-            assert acting.call_all(test_weights.Worker.holds) == [(held, version)] * 3
-            assert asked == version + 1, "the learner is asked once, however many nodes there are"
+            sums, requests = learner.call(test_weights.LearnerRole.holds)
+            assert acting.call_all(test_weights.Worker.holds) == [(sums, version)] * 3
+            assert requests == version + 1, "the learner is asked once, however many nodes there are"
             workers.iterate(version)
         pids = processes_of(machines, "far")
         assert len(pids) == 2
@@ -161,12 +161,12 @@ def begun(workers: OnPolicy) -> None:
 @pytest.mark.slow
 @EACH_BLOW
 def test_a_lost_replica_is_named_and_nothing_is_left(
-    blow: signal.Signals, said: str, machines: Machines, ray: Session, tmp_path: Path
+    blow: signal.Signals, message: str, machines: Machines, ray: Session, tmp_path: Path
 ) -> None:
     config = parse_config(of(STATES, workflow="ppo"), "test")
     pids: list[int] = []
     with (
-        pytest.raises(FarmError, match=said),
+        pytest.raises(FarmError, match=message),
         start_run(config, tmp_path, ray, at(machines, "", "far")) as workers,
     ):
         begun(workers)

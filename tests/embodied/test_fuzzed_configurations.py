@@ -126,10 +126,10 @@ def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> No
     workflow, file = sized_workflow(config), tmp_path / "profile.json"
     profile = json.loads(MEASURED.read_text())
     profile["fingerprint"] |= work_of(config)
-    said = {key: json.loads(text) for key, text in work_of(config).items()}
+    measured = {key: json.loads(text) for key, text in work_of(config).items()}
 
     def damaged(rng: Random) -> Path:
-        settings = {key: mutation.as_json(rng, value).decode(errors="replace") for key, value in said.items()}
+        settings = {key: mutation.as_json(rng, value).decode(errors="replace") for key, value in measured.items()}
         chosen = dict(rng.sample(sorted(settings.items()), rng.choice((0, 1, 1, 2))))
         file.write_bytes(mutation.as_json(rng, {**profile, "fingerprint": {**profile["fingerprint"], **chosen}}))
         return file

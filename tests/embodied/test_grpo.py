@@ -50,11 +50,11 @@ def test_episodes_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path)
             SEEN.clear()
             one = workers.iterate(number)
             counts.append(parts_in(one))
-            taught = [int(group_relative(part, config).keep[0].sum()) // SIZE for part in SEEN]
-            assert len(taught) == counts[-1]
+            informative = [int(group_relative(part, config).keep[0].sum()) // SIZE for part in SEEN]
+            assert len(informative) == counts[-1]
             wanted = ENVS // SIZE
-            assert sum(taught[:-1]) < wanted, "a part too many"
-            assert sum(taught) >= wanted or counts[-1] == 4, "a part too few"
+            assert sum(informative[:-1]) < wanted, "a part too many"
+            assert sum(informative) >= wanted or counts[-1] == 4, "a part too few"
             begun_episodes += counts[-1]
             assert (one.environments["base_episode"] == begun_episodes).all(), "an episode began before it was decided"
             assert (one.environments["base_step"] == 0).all()

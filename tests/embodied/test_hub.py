@@ -94,9 +94,9 @@ def test_only_data_is_downloaded_and_once(server: Hub, tiny: Path, cache: Path, 
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert there == {path.name for path in tiny.iterdir()} - {"pytorch_model.bin", "modeling_prismatic.py"}
     assert all((folder / name).read_bytes() == (tiny / name).read_bytes() for name in there)
-    asked = list(server.asked)
+    requests = list(server.requests)
     assert hub.checkpoint_folder(f"org/tiny@{commit}") == hub.checkpoint_folder("org/tiny@v1", fetch=False) == folder
-    assert server.asked == asked
+    assert server.requests == requests
 
 
 def test_a_moved_branch_is_another_commit_and_a_run_keeps_its_own(server: Hub, tiny: Path, tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_without_a_network_the_command_is_named(cache: Path) -> None:
     for fetch, why in ((True, f"{NOWHERE} cannot be reached"), (False, "nothing is downloaded")):
         with pytest.raises(UserError) as refused:
             hub.dataset_folder("org/demos@v3.0", fetch=fetch)
-        said = str(refused.value)
-        assert f"sft.data: org/demos@v3.0 is no folder here, and cannot be had from Hugging Face: it is not in the cache {cache}" in said  # noqa: E501
-        assert why in said
-        assert "\n  hf download org/demos --repo-type dataset --revision v3.0 --include '*.json' " in said
-        assert f"copy the folder HF_HOME of there (~/.cache/huggingface) to {cache.parent} here" in said
+        message = str(refused.value)
+        assert f"sft.data: org/demos@v3.0 is no folder here, and cannot be had from Hugging Face: it is not in the cache {cache}" in message  # noqa: E501
+        assert why in message
+        assert "\n  hf download org/demos --repo-type dataset --revision v3.0 --include '*.json' " in message
+        assert f"copy the folder HF_HOME of there (~/.cache/huggingface) to {cache.parent} here" in message
 
 
 def test_path_is_for_policies_of_a_checkpoint(cache: Path) -> None:
@@ -181,8 +181,8 @@ def test_an_evaluation_from_the_hub_records_the_commit(tiny: Path, tmp_path: Pat
                "--eval.episodes", "1", "--eval.videos", "0", "--env.max-episode-steps", "2", "--env.num-envs", "1",
                "--runtime.mode", "inline", "--farm.groups", "1"]  # fmt: skip
     home = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    said = refusal(*command, **home, HF_ENDPOINT=NOWHERE)
-    assert "hf download org/tiny --include" in said and f"to {tmp_path / 'hf'} here" in said
+    message = refusal(*command, **home, HF_ENDPOINT=NOWHERE)
+    assert "hf download org/tiny --include" in message and f"to {tmp_path / 'hf'} here" in message
     with serving(repositories) as address:
         done = embodied(*command, "--folder", str(tmp_path / "eval"), **home, HF_ENDPOINT=address)
     assert done.returncode == 0, done.stdout + done.stderr

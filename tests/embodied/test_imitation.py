@@ -196,8 +196,8 @@ def test_a_full_disk_does_not_end_a_training_before_its_end(
     config = config_of(STATES, demos, steps=6, checkpoint_every=2)
     assert imitate(config, info_of(config), tmp_path / "run", None)["steps"] == 6
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"000002", "000006", "latest"}
-    said = capsys.readouterr().out
-    assert said.count("cannot write the checkpoint") == said.count("checkpoints are written again") == 1
+    output = capsys.readouterr().out
+    assert output.count("cannot write the checkpoint") == output.count("checkpoints are written again") == 1
     full.add(6)
     with pytest.raises(CheckpointError, match=r"cannot write .*000006: .*\. The first that .*000004"):
         imitate(config, info_of(config), tmp_path / "other", None)
@@ -260,11 +260,11 @@ def test_an_early_interruption_keeps_what_was_learned(
 def test_held_out_episodes_are_not_learned_from(demos: Dataset) -> None:
     config = config_of(STATES, demos, holdout=0.25)
     found = read_demonstrations(config, info_of(config))
-    held = {int(demos.episode_of(found.held_out)[i]) for i in range(len(found.held_out))}
+    held_out = {int(demos.episode_of(found.held_out)[i]) for i in range(len(found.held_out))}
     learned = set(demos.episode_of(found.train).tolist())
-    assert len(held) == EPISODES // 4
-    assert not held & learned
-    assert len(held | learned) == EPISODES
+    assert len(held_out) == EPISODES // 4
+    assert not held_out & learned
+    assert len(held_out | learned) == EPISODES
 
 
 @pytest.mark.parametrize("datasets", [1, 2])

@@ -36,10 +36,10 @@ def test_the_command_line(left: Path, tmp_path: Path) -> None:
     shards = Shards.find(out)
     for name, tensor in trained(BASE).items():
         assert torch.equal(shards.tensor(name), tensor)
-    said = json.loads(result.read_text())
-    assert said == json.loads((out / "import.json").read_text())
-    assert said["left_out"] == ["value_head.0.weight"] and said["kind"] == "a whole state dict"
-    assert said["tensors"] == said["changed"] == len(shards.files) == len(trained(BASE))
+    summary = json.loads(result.read_text())
+    assert summary == json.loads((out / "import.json").read_text())
+    assert summary["left_out"] == ["value_head.0.weight"] and summary["kind"] == "a whole state dict"
+    assert summary["tensors"] == summary["changed"] == len(shards.files) == len(trained(BASE))
     assert cli.main(command) == 2  # it is there already
 
 

@@ -22,35 +22,35 @@ from tests.embodied.test_cli import here
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 
 
-def interrupted(block: Callable[[], None], said: list[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), deferred_interrupts(lambda: said.append("wait")):
+def interrupted(block: Callable[[], None], events: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts(lambda: events.append("wait")):
         block()
 
 
 @NUMBERS
 def test_a_block_is_finished_before_it_is_interrupted(number: signal.Signals) -> None:
-    before, said = signal.getsignal(number), list[str]()
+    before, events = signal.getsignal(number), list[str]()
 
     def block() -> None:
         signal.raise_signal(number)
-        said.append("done")
+        events.append("done")
 
-    interrupted(block, said)
-    assert said == ["wait", "done"]
+    interrupted(block, events)
+    assert events == ["wait", "done"]
     assert signal.getsignal(number) is before
 
 
 @NUMBERS
 def test_a_second_signal_does_not_wait(number: signal.Signals) -> None:
-    said = list[str]()
+    events = list[str]()
 
     def block() -> None:
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGINT)
-        said.append("done")
+        events.append("done")
 
-    interrupted(block, said)
-    assert said == ["wait"]
+    interrupted(block, events)
+    assert events == ["wait"]
 
 
 def test_without_a_signal_nothing_is_raised_and_other_threads_are_left_alone() -> None:
@@ -103,9 +103,9 @@ def command_in(folder: Path) -> list[str]:
     ]
 
 
-def assert_third_is_kept(said: str, folder: Path) -> None:
-    said = " ".join(said.split())
-    assert FINISHING in said and "iteration 3 is kept" in said, said
+def assert_third_is_kept(output: str, folder: Path) -> None:
+    output = " ".join(output.split())
+    assert FINISHING in output and "iteration 3 is kept" in output, output
     assert len(read(folder / "run")) == 3
     latest = checkpoint.latest(folder / "run" / "checkpoints")
     assert latest is not None and latest.name == "000003"
@@ -120,9 +120,9 @@ def test_an_update_is_kept_by_an_interrupt_within_it(tmp_path: Path, monkeypatch
         return finish(learner, iteration)
 
     monkeypatch.setattr(Learner, "finish", interrupted_in_the_third)
-    status, said = here(*command_in(tmp_path))
-    assert status == 130, said
-    assert_third_is_kept(said, tmp_path)
+    status, output = here(*command_in(tmp_path))
+    assert status == 130, output
+    assert_third_is_kept(output, tmp_path)
 
 
 @pytest.mark.slow
@@ -132,11 +132,11 @@ def test_an_update_that_takes_long_is_kept_by_one_interrupt(tmp_path: Path) -> N
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "COLUMNS": "200"}
     )
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if "in the update" in line:
             process.send_signal(signal.SIGINT)
             break
-    said += process.communicate(timeout=240)[0]
-    assert_third_is_kept(said, tmp_path)
+    output += process.communicate(timeout=240)[0]
+    assert_third_is_kept(output, tmp_path)

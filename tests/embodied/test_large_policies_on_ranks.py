@@ -124,8 +124,8 @@ def test_pi0_on_ranks(
         for number in range(2):
             group.call_all(Learner.update, batch, number)
         assert_near(weights_of(group), expected)
-        held = group.call_all(Counted.held_numbers)
-        assert sharding == "whole" or max(held) < 0.6 * one.held_numbers()
+        numbers = group.call_all(Counted.local_numbers)
+        assert sharding == "whole" or max(numbers) < 0.6 * one.local_numbers()
         group.call_all(Learner.save, tmp_path / "saved", state_at(2), {})
     other = alone(config, tmp_path, tiny_pi0, **options)
     other.load(tmp_path / "saved" / "000002")

@@ -245,9 +245,9 @@ def test_shards_are_shards(ray_runtime: RayRuntime, tmp_path: Path) -> None:
     assert work > 0
     with connected(ray_runtime, 2, config, tmp_path) as group:
         assert group.call_all(Counted.counted_update, make_batch(), 0) == [pytest.approx(work / 2, rel=0.15)] * 2
-        found = group.call_all(Counted.held_numbers)
-        assert sum(found) == one.held_numbers()
-        assert max(found) < 0.6 * one.held_numbers()
+        found = group.call_all(Counted.local_numbers)
+        assert sum(found) == one.local_numbers()
+        assert max(found) < 0.6 * one.local_numbers()
         assert group.call_all(Learner.shares_policy) == [False] * 2
 
 
@@ -383,10 +383,10 @@ START, JOIN, UPDATE = with_learner(DiesInStart), with_learner(DiesInJoin), with_
     ],
 )
 def test_a_rank_that_dies_is_named_in_one_message(
-    recipe: str, said: str, sharding: str, ray: Session, tmp_path: Path
+    recipe: str, message: str, sharding: str, ray: Session, tmp_path: Path
 ) -> None:
     settings = with_optim({**STATES, "workflow": f"{__name__}:{recipe}"}, sharding=sharding)
-    with pytest.raises(WorkerFailed, match=said):
+    with pytest.raises(WorkerFailed, match=message):
         run(settings, ray, of_ranks(3 if recipe == "JOIN" else 2), tmp_path / "ray")
     # The processes that are left serve the next run; those of ranks serve no other.
     found = run(with_optim(STATES, epochs=1), ray, of_ranks(1), tmp_path / "next")
@@ -395,20 +395,20 @@ def test_a_rank_that_dies_is_named_in_one_message(
 
 def joined(ranks: Sequence[Ranks], addresses: Sequence[str], connect_s: float) -> list[BaseException | None]:
     """What each rank says, all of them in this process: they never get as far as to be connected."""
-    said: list[BaseException | None] = [None] * len(ranks)
+    errors: list[BaseException | None] = [None] * len(ranks)
 
     def one(number: int) -> None:
         try:
             ranks[number].join(addresses[number], 60.0, connect_s)
         except Exception as error:  # whatever it is, the test is of what each of them says
-            said[number] = error
+            errors[number] = error
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return said
+    return errors
 
 
 def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:

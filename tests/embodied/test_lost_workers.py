@@ -82,12 +82,12 @@ def test_a_lost_worker_is_named_and_replaced_and_its_episodes_replayed(
     assert_same(run(spec, chunks=CHUNKS), found, f"losing {name} changes results")
     assert not psutil.pid_exists(pids[victim]), "a stopped process is left behind"
     assert host.restarts == {**before, victim: before.get(victim, 0) + 1}, "not lost, or replaced more than once"
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
     stopped = f"{name} has been .* for \\d+\\.\\d s without progress.*"
     why = "its process died" if blow is signal.SIGKILL else stopped
-    *late, lost = said
-    assert re.fullmatch(f"{name} was lost and is replaced: {why}", lost), said
-    assert len(late) == (blow is signal.SIGSTOP) and all("; it is replaced after" in one for one in late), said
+    *late, lost = messages
+    assert re.fullmatch(f"{name} was lost and is replaced: {why}", lost), messages
+    assert len(late) == (blow is signal.SIGSTOP) and all("; it is replaced after" in one for one in late), messages
 
 
 @pytest.mark.slow

@@ -110,11 +110,11 @@ def test_a_process_that_waits_for_workers_is_ended_and_one_that_has_some_is_name
         spare = placed(runtime, "first", end=True)
         assert psutil.pid_exists(spare)
         assert runtime.too_large() is None
-        held = placed(runtime, "held", end=False)
-        assert held != spare and not lives(spare)
+        second = placed(runtime, "held", end=False)
+        assert second != spare and not lives(spare)
         assert str(runtime.too_large()).startswith("held has")
         runtime.end_workers()
-        assert not lives(held), "it would serve again"
+        assert not lives(second), "it would serve again"
     finally:
         runtime.close()
 

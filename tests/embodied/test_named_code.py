@@ -55,9 +55,9 @@ def test_no_verb_runs_the_code_that_a_runs_folder_names(
 ) -> None:
     named = downloaded if verb in ("eval", "record") else downloaded / "config.yaml"
     assert main([verb, str(named), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert f"names code that would be run: workflow: {WORKFLOW}" in said and f"--workflow {WORKFLOW}" in said
-    assert "Traceback" not in said and not ran()
+    output = capsys.readouterr().err
+    assert f"names code that would be run: workflow: {WORKFLOW}" in output and f"--workflow {WORKFLOW}" in output
+    assert "Traceback" not in output and not ran()
 
 
 def test_nor_where_a_run_is_compared_with_another(

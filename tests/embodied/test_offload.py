@@ -84,7 +84,7 @@ def step(module: Mixed, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def held(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def all_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Everything that is to come back."""
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     return [*module.parameters(), *module.buffers(), *states]
@@ -110,7 +110,7 @@ class Sides:
 
     @property
     def equal(self) -> bool:
-        return same(held(self.module, self.optimizer), held(self.other, self.other_optimizer))
+        return same(all_tensors(self.module, self.optimizer), all_tensors(self.other, self.other_optimizer))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def sides() -> Sides:
 
 
 def test_everything_comes_back_equal_and_training_goes_on(sides: Sides, tmp_path: Path) -> None:
-    tensors = held(sides.module, sides.optimizer)
+    tensors = all_tensors(sides.module, sides.optimizer)
     size = sum(t.numel() * t.element_size() for t in tensors)
     for number in range(3):
         spill = tmp_path / "deep" / f"spill-{number}.safetensors"
@@ -136,7 +136,9 @@ def test_everything_comes_back_equal_and_training_goes_on(sides: Sides, tmp_path
         assert not offload.away and back.bytes == size and back.seconds > 0
         assert not spill.exists(), "what was spilled is left behind"
         assert sides.equal
-        assert all(now is before for now, before in zip(held(sides.module, sides.optimizer), tensors, strict=True))
+        assert all(
+            now is before for now, before in zip(all_tensors(sides.module, sides.optimizer), tensors, strict=True)
+        )
         sides.step()
         assert sides.equal, "a step after the return is another one"
 
@@ -163,7 +165,7 @@ def test_an_optimiser_that_has_not_stepped_has_nothing_to_leave(tmp_path: Path) 
     other, other_optimizer = made()
     step(module, optimizer)
     step(other, other_optimizer)
-    assert same(held(module, optimizer), held(other, other_optimizer))
+    assert same(all_tensors(module, optimizer), all_tensors(other, other_optimizer))
 
 
 def test_what_never_left_need_not_come_back(sides: Sides, tmp_path: Path) -> None:

@@ -82,6 +82,6 @@ def test_it_learns_from_demonstrations_in_their_units(tmp_path: Path) -> None:
     begun = {"policy": {**SETTINGS["policy"], "init": str(tmp_path / "warm")}, "name": "further"}
     train_run(parse_config({**SETTINGS, **begun}, "test"), "test", tmp_path, False)
     assert read(tmp_path / "further")[0]["learner/first_ratio_error"] < 1e-4
-    taught, after = (load(checkpoint.latest(tmp_path / name / "checkpoints")) for name in ("warm", "further"))  # type: ignore[arg-type]
-    scales = [policy.get_buffer("units.action_scale") for policy in (taught, after)]
+    warm, after = (load(checkpoint.latest(tmp_path / name / "checkpoints")) for name in ("warm", "further"))  # type: ignore[arg-type]
+    scales = [policy.get_buffer("units.action_scale") for policy in (warm, after)]
     assert torch.equal(*scales) and (scales[0] != 1).any(), "the demonstrations' units were lost"

@@ -311,6 +311,6 @@ def test_plans_for_several_accelerators_say_how_efficient_they_are(
     result = plan_command(CONFIG, tmp_path / "profile.json", str(tmp_path / "cluster.yaml"), tmp_path / "plan")
     assert result["accelerators"] == 64 and 0.5 < result["efficiency"] <= 1
     assert result["bottleneck"] == "learner (accelerators)"
-    said = capsys.readouterr().out
-    assert f"an efficiency of {result['efficiency']:.0%}. The bottleneck is learner (accelerators)" in said
-    assert "Communication takes" in said
+    output = capsys.readouterr().out
+    assert f"an efficiency of {result['efficiency']:.0%}. The bottleneck is learner (accelerators)" in output
+    assert "Communication takes" in output

@@ -18,7 +18,7 @@ from embodied.planning import run_plans as planning
 from embodied.planning.profiler import profile_config
 from schedulers import Plan, PlanError, Profile
 from tests.embodied import planned
-from tests.embodied.planned import CORES, ENVS, IMAGES, SETTINGS, Said, assert_same_parameters, train, write_config
+from tests.embodied.planned import CORES, ENVS, IMAGES, SETTINGS, Commands, assert_same_parameters, train, write_config
 
 few_iterations, profile, files, embodied = planned.few_iterations, planned.profile, planned.files, planned.embodied
 
@@ -78,22 +78,22 @@ def test_drawing_is_measured_where_the_policy_looks(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "measuring leaves nothing behind"
 
 
-def test_environments_that_cannot_be_halved_are_refused(embodied: Said, files: Path) -> None:
-    said = embodied.refused("profile", "small.yaml", "--env.num-envs", "3")
-    assert "3 environments do not divide" in said and "env.num_envs" in said
+def test_environments_that_cannot_be_halved_are_refused(embodied: Commands, files: Path) -> None:
+    output = embodied.refused("profile", "small.yaml", "--env.num-envs", "3")
+    assert "3 environments do not divide" in output and "env.num_envs" in output
 
 
 @pytest.mark.slow
-def test_the_profile_command_makes_the_folder_it_writes_to(embodied: Said, files: Path) -> None:
+def test_the_profile_command_makes_the_folder_it_writes_to(embodied: Commands, files: Path) -> None:
     embodied.done("profile", "small.yaml", "--out", "deep/er/profile.json", "--json", "result.json")
     written = json.loads(Path("deep/er/profile.json").read_text())
     result = json.loads(Path("result.json").read_text())
     assert result["components"].keys() == written["components"].keys() and result["profile"] == "deep/er/profile.json"
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_measuring(embodied: Said, files: Path) -> None:
-    said = embodied.refused("profile", "small.yaml", "--out", "small.yaml/profile.json")
-    assert "small.yaml" in said and "--out" in said
+def test_a_folder_that_cannot_be_made_is_refused_before_measuring(embodied: Commands, files: Path) -> None:
+    output = embodied.refused("profile", "small.yaml", "--out", "small.yaml/profile.json")
+    assert "small.yaml" in output and "--out" in output
     assert "--out" in embodied.refused("plan", "small.yaml", "--out", "small.yaml")
 
 
@@ -115,28 +115,28 @@ AUTO = ["train", "--plan.mode", "auto", "--name", "it", "--plan.profile"]
     ],
 )
 def test_a_profile_of_other_settings_is_refused(
-    verb: list[str], change: list[str], named: str, embodied: Said, files: Path
+    verb: list[str], change: list[str], named: str, embodied: Commands, files: Path
 ) -> None:
-    said = embodied.refused(verb[0], "small.yaml", *verb[1:], "profile.json", *change)
-    assert "profile.json was measured with other settings of" in said and named in said
-    assert "embodied profile" in said, "what to do is not said"
+    output = embodied.refused(verb[0], "small.yaml", *verb[1:], "profile.json", *change)
+    assert "profile.json was measured with other settings of" in output and named in output
+    assert "embodied profile" in output, "what to do is not said"
     assert not any(Path(name).exists() for name in ("runs/it", "compare", "plan"))
 
 
-def test_settings_that_times_do_not_depend_on_may_differ(embodied: Said, files: Path) -> None:
+def test_settings_that_times_do_not_depend_on_may_differ(embodied: Commands, files: Path) -> None:
     embodied.done("plan", "small.yaml", "--iterations", "7", "--eval.episodes", "3", "--seed", "9")
 
 
 def test_a_profile_of_other_hardware_is_refused_unless_that_is_wanted(
-    embodied: Said, files: Path, profile: Profile
+    embodied: Commands, files: Path, profile: Profile
 ) -> None:
     other = replace(profile, fingerprint={**profile.fingerprint, "hardware.processor": "Abacus 9"})
     schedulers.save(other, "profile.json")
-    said = embodied.refused("plan", "small.yaml")
-    assert "other hardware" in said and "Abacus 9" in said and "--plan.any-hardware" in said
+    output = embodied.refused("plan", "small.yaml")
+    assert "other hardware" in output and "Abacus 9" in output and "--plan.any-hardware" in output
     embodied.done("plan", "small.yaml", "--plan.any-hardware")
-    said = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--optim.epochs", "3")
-    assert "optim" in said, "other settings are no other hardware"
+    output = embodied.refused("plan", "small.yaml", "--plan.any-hardware", "--optim.epochs", "3")
+    assert "optim" in output, "other settings are no other hardware"
 
 
 def test_a_profile_of_another_workflow_is_refused(files: Path, profile: Profile) -> None:
@@ -146,15 +146,15 @@ def test_a_profile_of_another_workflow_is_refused(files: Path, profile: Profile)
         planning.checked_profile(Path("profile.json"), config, planning.sized_workflow(config), any_hardware=True)
 
 
-def test_files_that_are_no_profile_are_refused(embodied: Said, files: Path) -> None:
+def test_files_that_are_no_profile_are_refused(embodied: Commands, files: Path) -> None:
     text = Path("profile.json").read_text()
     Path("half.json").write_text(text[: len(text) // 2])
     assert "'half.json' cannot be read as JSON" in embodied.refused("plan", "small.yaml", "--profile", "half.json")
-    said = embodied.refused("plan", "small.yaml", "--profile", "missing.json")
-    assert "there is no profile file 'missing.json'" in said
+    output = embodied.refused("plan", "small.yaml", "--profile", "missing.json")
+    assert "there is no profile file 'missing.json'" in output
     Path("typed.json").write_text(text.replace('"seconds"', '"second"', 1))
-    said = embodied.refused("plan", "small.yaml", "--profile", "typed.json")
-    assert "typed.json" in said and "unknown key 'second'; nearest: seconds" in said
+    output = embodied.refused("plan", "small.yaml", "--profile", "typed.json")
+    assert "typed.json" in output and "unknown key 'second'; nearest: seconds" in output
     data = json.loads(text)
     data["components"]["policy"]["points"][0]["seconds"] = -1
     Path("negative.json").write_text(json.dumps(data))
@@ -164,12 +164,12 @@ def test_files_that_are_no_profile_are_refused(embodied: Said, files: Path) -> N
 # --- embodied plan
 
 
-def test_a_plan_comes_with_its_reasons_its_timeline_and_its_picture(embodied: Said, files: Path) -> None:
-    said = embodied.done("plan", "small.yaml", "--json", "result.json")
+def test_a_plan_comes_with_its_reasons_its_timeline_and_its_picture(embodied: Commands, files: Path) -> None:
+    output = embodied.done("plan", "small.yaml", "--json", "result.json")
     result = json.loads(Path("result.json").read_text())
     plan = schedulers.load(Plan, "plan/plan.json")
     assert plan == schedulers.from_data(Plan, result["plan"])
-    assert plan.why and all(sentence in said for sentence in plan.why)
+    assert plan.why and all(sentence in output for sentence in plan.why)
     assert plan.prediction is not None and result["iteration_s"] == plan.prediction.iteration_s
     assert "collocated" in result["modes"] and result["modes"][plan.mode] == result["iteration_s"]
     assert plan.prediction.lower_bound_s <= min(result["modes"].values()) * (1 + 1e-9)
@@ -182,20 +182,20 @@ def test_a_plan_comes_with_its_reasons_its_timeline_and_its_picture(embodied: Sa
 
 
 @pytest.mark.parametrize("mode", ["collocated", "hybrid", "disaggregated"])
-def test_one_mode_can_be_asked_for(mode: str, embodied: Said, files: Path) -> None:
+def test_one_mode_can_be_asked_for(mode: str, embodied: Commands, files: Path) -> None:
     embodied.done("plan", "small.yaml", "--plan.mode", mode)
     assert schedulers.load(Plan, "plan/plan.json").mode == mode
 
 
-def test_a_mode_that_does_not_exist_is_refused(embodied: Said, files: Path) -> None:
-    said = embodied.refused("plan", "small.yaml", "--plan.mode", "colocated")
-    assert "colocated" in said and "'collocated'" in said
+def test_a_mode_that_does_not_exist_is_refused(embodied: Commands, files: Path) -> None:
+    output = embodied.refused("plan", "small.yaml", "--plan.mode", "colocated")
+    assert "colocated" in output and "'collocated'" in output
     write_config(Path("wrong.yaml"), {**SETTINGS, "plan": {"mode": "colocated"}})
-    said = embodied.refused("train", "wrong.yaml")
-    assert "plan.mode" in said and "'collocated'" in said
+    output = embodied.refused("train", "wrong.yaml")
+    assert "plan.mode" in output and "'collocated'" in output
 
 
-def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
+def test_a_cluster_that_one_does_not_have(embodied: Commands, files: Path) -> None:
     # As docs/planning.md writes it.
     Path("cluster.yaml").write_text(
         "nodes:\n  - {count: 64, cores: 96, accelerators: 8, memory_bytes: 1.0e12, accelerator_bytes: 80.0e9}\n"
@@ -204,25 +204,25 @@ def test_a_cluster_that_one_does_not_have(embodied: Said, files: Path) -> None:
     found = clusters.read_cluster("cluster.yaml", "cpu")
     assert len(found.nodes) == 64 and found.nodes[63].cores == 96 and found.link_bytes_per_s == 5e10
     assert (found.nodes[0].memory_bytes, found.nodes[0].accelerator_bytes) == (1e12, 80e9)
-    said = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
+    output = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
     plan = schedulers.load(Plan, "plan/plan.json")
     names = {node.name for node in found.nodes}
     assert {span.node for phase in plan.phases for p in phase.placements for span in p.devices} <= names
-    assert "per iteration" in said
+    assert "per iteration" in output
 
 
 @pytest.mark.slow
-def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
+def test_a_cluster_file_may_have_a_home(embodied: Commands, files: Path) -> None:
     """What does not travel is planned for it, whatever the other node could do."""
     Path("cluster.yaml").write_text(
         "nodes:\n  - {name: small, cores: 2}\n  - {name: large, cores: 64}\nhead_node: small\nlink_s: 1.0e-9\n"
     )
-    said = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
+    output = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml")
     plan = schedulers.load(Plan, "plan/plan.json")
     for phase in plan.phases:
         for placement in phase.placements:
             assert placement.components == ("physics",) or placement.nodes == {"small"}
-    assert "On small alone" in said or "Nothing is on large" in said
+    assert "On small alone" in output or "Nothing is on large" in output
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_a_cluster_file_may_have_a_home(embodied: Said, files: Path) -> None:
         ("", "a cluster is a mapping"),
     ],
 )
-def test_a_cluster_file_with_a_mistake_is_refused(text: str, named: str, embodied: Said, files: Path) -> None:
+def test_a_cluster_file_with_a_mistake_is_refused(text: str, named: str, embodied: Commands, files: Path) -> None:
     Path("cluster.yaml").write_text(text)
-    said = embodied.refused("plan", "small.yaml", "--cluster", "cluster.yaml")
-    assert named in said and "cluster.yaml" in said
+    output = embodied.refused("plan", "small.yaml", "--cluster", "cluster.yaml")
+    assert named in output and "cluster.yaml" in output
     assert not Path("plan").exists(), "nothing may be written"
 
 
-def test_a_cluster_file_that_is_not_there_or_no_text_is_refused(embodied: Said, files: Path) -> None:
+def test_a_cluster_file_that_is_not_there_or_no_text_is_refused(embodied: Commands, files: Path) -> None:
     assert "no cluster file 'clstr.yaml'" in embodied.refused("plan", "small.yaml", "--cluster", "clstr.yaml")
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "binary.yaml is not valid YAML" in embodied.refused("plan", "small.yaml", "--cluster", "binary.yaml")
@@ -280,20 +280,20 @@ def test_a_run_of_several_tasks_has_one_profile(mixed: Profile) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_several_tasks_has_one_plan_that_says_what_overlapping_gains(
-    mixed: Profile, embodied: Said, files: Path
+    mixed: Profile, embodied: Commands, files: Path
 ) -> None:
     write_config(Path("mixed.yaml"), MIXED)
     schedulers.save(mixed, "mixed.json")
-    said = embodied.done("plan", "mixed.yaml", "--profile", "mixed.json", "--json", "result.json")
+    output = embodied.done("plan", "mixed.yaml", "--profile", "mixed.json", "--json", "result.json")
     plan, result = schedulers.load(Plan, "plan/plan.json"), json.loads(Path("result.json").read_text())
     assert sorted(path.name for path in Path("plan").iterdir()) == ["plan.json", "predicted.json", "predicted.png"]
-    assert len(plan.groups) == 2 and all(sentence in said for sentence in plan.why)
-    assert "one after the other" in said
+    assert len(plan.groups) == 2 and all(sentence in output for sentence in plan.why)
+    assert "one after the other" in output
     assert sum("task 1" in sentence.lower() for sentence in plan.why) >= 1, "why the second task is where it is"
     # Where components slow each other down at the same time, as measured, overlapping may cost something.
     together, in_turn = result["iteration_s"], result["tasks_in_turn_iteration_s"]
     effect = f"saves {1 - together / in_turn:.0%}" if together <= in_turn else f"costs {together / in_turn - 1:.0%}"
-    assert together > 0 and f"overlapping {effect}" in said
+    assert together > 0 and f"overlapping {effect}" in output
 
 
 @pytest.mark.slow
@@ -310,17 +310,17 @@ def test_a_run_of_several_tasks_keeps_one_plan_and_computes_the_same(mixed: Prof
     assert_same_parameters(planned_run, train(files / "turns", **{**MIXED, "plan": by_hand}))
 
 
-def test_a_profile_of_one_task_is_not_one_of_two(mixed: Profile, embodied: Said, files: Path) -> None:
+def test_a_profile_of_one_task_is_not_one_of_two(mixed: Profile, embodied: Commands, files: Path) -> None:
     write_config(Path("mixed.yaml"), MIXED)
-    said = embodied.refused("train", "mixed.yaml", "--plan.mode", "auto", "--plan.profile", "profile.json")
-    assert "profile.json was measured with other settings of extra_tasks" in said
+    output = embodied.refused("train", "mixed.yaml", "--plan.mode", "auto", "--plan.profile", "profile.json")
+    assert "profile.json was measured with other settings of extra_tasks" in output
     schedulers.save(mixed, "mixed.json")
-    said = embodied.refused("train", "small.yaml", "--plan.mode", "auto", "--plan.profile", "mixed.json")
-    assert "mixed.json was measured with other settings of extra_tasks" in said
+    output = embodied.refused("train", "small.yaml", "--plan.mode", "auto", "--plan.profile", "mixed.json")
+    assert "mixed.json was measured with other settings of extra_tasks" in output
 
 
 @pytest.mark.slow
-def test_modes_are_compared_on_several_tasks_too(mixed: Profile, embodied: Said, files: Path) -> None:
+def test_modes_are_compared_on_several_tasks_too(mixed: Profile, embodied: Commands, files: Path) -> None:
     write_config(Path("mixed.yaml"), MIXED)
     schedulers.save(mixed, "mixed.json")
     options = ["--profile", "mixed.json", "--repeats", "1", "--out", "it", "--json", "r.json"]

@@ -16,7 +16,7 @@ from embodied.planning import profiler as profiling
 from embodied.reporting.metrics import read
 from schedulers import Plan, Profile
 from tests.embodied import planned
-from tests.embodied.planned import CORES, ENVS, Said, assert_same_parameters, train
+from tests.embodied.planned import CORES, ENVS, Commands, assert_same_parameters, train
 
 few_iterations, profile, files, embodied = planned.few_iterations, planned.profile, planned.files, planned.embodied
 
@@ -65,14 +65,14 @@ def two_cores() -> Iterator[None]:
 
 
 def test_a_run_keeps_the_plan_it_was_given_and_computes_the_same(
-    embodied: Said, files: Path, configured: dict[int, Path]
+    embodied: Commands, files: Path, configured: dict[int, Path]
 ) -> None:
     options = ["--plan.mode", "auto", "--plan.profile", "profile.json"]
-    said = embodied.done("train", "small.yaml", *options, "--name", "it", "--json", "r.json")
+    output = embodied.done("train", "small.yaml", *options, "--name", "it", "--json", "r.json")
     plan = schedulers.load(Plan, "runs/it/plan.json")
     assert Path("runs/it/profile.json").read_text() == Path("profile.json").read_text(), "what it was planned with"
     result = json.loads(Path("r.json").read_text())
-    assert plan.prediction is not None and all(sentence in said for sentence in plan.why)
+    assert plan.prediction is not None and all(sentence in output for sentence in plan.why)
     assert (result["mode"], result["predicted_iteration_s"]) == (plan.mode, plan.prediction.iteration_s)
     assert_same_parameters(Path("runs/it"), configured[plan.groups[0]])
     rows = [timeless(row) for row in read(configured[plan.groups[0]])]
@@ -145,53 +145,53 @@ def placed_at(device: str) -> list[Any]:
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(
-    changes: dict[str, Any], named: str, two_cores: None, embodied: Said, files: Path
+    changes: dict[str, Any], named: str, two_cores: None, embodied: Commands, files: Path
 ) -> None:
     Path("mine.json").write_text(json.dumps(hand_written(**changes)))
-    said = embodied.refused("train", "small.yaml", "--plan.file", "mine.json", "--name", "it")
-    assert named in said
+    output = embodied.refused("train", "small.yaml", "--plan.file", "mine.json", "--name", "it")
+    assert named in output
     assert not Path("runs/it").exists(), "a run that never began must leave no folder"
 
 
 def test_a_plan_that_does_not_fit_in_memory_is_refused(
-    two_cores: None, embodied: Said, files: Path, profile: Profile
+    two_cores: None, embodied: Commands, files: Path, profile: Profile
 ) -> None:
     large = {name: replace(c, resident_bytes=1e15) for name, c in profile.components.items()}
     schedulers.save(replace(profile, components=large), "large.json")
     Path("mine.json").write_text(json.dumps(hand_written()))
     options = ["--plan.file", "mine.json", "--plan.profile", "large.json", "--name", "it"]
-    said = embodied.refused("train", "small.yaml", *options)
-    assert "GB on node here" in said and "unload" in said
-    said = embodied.refused("train", "small.yaml", "--plan.mode", "auto", "--plan.profile", "large.json")
-    assert "fits in the cluster's memory" in said
+    output = embodied.refused("train", "small.yaml", *options)
+    assert "GB on node here" in output and "unload" in output
+    output = embodied.refused("train", "small.yaml", "--plan.mode", "auto", "--plan.profile", "large.json")
+    assert "fits in the cluster's memory" in output
 
 
-def test_a_plan_file_that_is_not_there_is_refused(embodied: Said, files: Path) -> None:
-    said = embodied.refused("train", "small.yaml", "--plan.file", "gone.json")
-    assert "there is no plan file 'gone.json'" in said
-    said = embodied.refused("train", "small.yaml", "--plan.file", "profile.json")
-    assert "a plan is expected here, not a profile" in said
+def test_a_plan_file_that_is_not_there_is_refused(embodied: Commands, files: Path) -> None:
+    output = embodied.refused("train", "small.yaml", "--plan.file", "gone.json")
+    assert "there is no plan file 'gone.json'" in output
+    output = embodied.refused("train", "small.yaml", "--plan.file", "profile.json")
+    assert "a plan is expected here, not a profile" in output
 
 
 @pytest.mark.slow
-def test_replanning_and_running_ahead_exclude_each_other(embodied: Said, files: Path) -> None:
-    said = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.ahead", "--plan.mode", "auto")
-    assert "plan.replan" in said and "plan.ahead" in said
+def test_replanning_and_running_ahead_exclude_each_other(embodied: Commands, files: Path) -> None:
+    output = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.ahead", "--plan.mode", "auto")
+    assert "plan.replan" in output and "plan.ahead" in output
     sides = (["physics", "policy"], ["learner"])
     places = [{"components": names, "devices": [f"here:cores:{i}"]} for i, names in enumerate(sides)]
     phases = [{"micro_batch": ENVS, "placements": places}]
     plan = {"workflow": "ppo", "mode": "disaggregated", "ahead": 1, "phases": phases}
     Path("ahead.json").write_text(json.dumps(plan))
-    said = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.file", "ahead.json")
-    assert "plan.replan" in said and "ahead.json, which runs ahead" in said
+    output = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.file", "ahead.json")
+    assert "plan.replan" in output and "ahead.json, which runs ahead" in output
 
 
 # --- embodied compare
 
 
 @pytest.mark.slow
-def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, files: Path) -> None:
-    said = embodied.done(
+def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Commands, files: Path) -> None:
+    output = embodied.done(
         "compare", "small.yaml", "--profile", "profile.json", "--repeats", "1", "--out", "it", "--json", "r.json"
     )
     result = json.loads(Path("r.json").read_text())
@@ -201,7 +201,7 @@ def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, fi
     for row in result["modes"]:
         assert row["measured_low_s"] <= row["measured_s"] <= row["measured_high_s"]
         assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
-        assert row["mode"] in said and "|" not in row["placement"]
+        assert row["mode"] in output and "|" not in row["placement"]
     page = Path("it/compare.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "<h2>Why</h2>" in page
     (policy,) = re.findall(r"""Content-Security-Policy"\s+content="([^"]*)""", page)
@@ -211,5 +211,5 @@ def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Said, fi
         assert Path("it", name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_comparison_of_nothing_is_refused(embodied: Said, files: Path) -> None:
+def test_a_comparison_of_nothing_is_refused(embodied: Commands, files: Path) -> None:
     assert "--repeats is at least 1" in embodied.refused("compare", "small.yaml", "--repeats", "0")

@@ -24,7 +24,7 @@ from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
 from sim_farm.registry import make_physics, make_renderer
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
-from tests.embodied.held import held
+from tests.embodied.copied_out import copied_out
 
 SEED, ENVS, CHUNK, STEPS = 7, 4, 2, 7
 """Seven steps in chunks of two: an episode that is truncated ends in the middle of a chunk."""
@@ -103,7 +103,7 @@ def worker(
 
 def roll(made: PolicyWorker, decisions: int = 14) -> tuple[Trajectories, tuple[EndedEpisode, ...]]:
     summary = made.rollout(decisions)
-    batch = held(made.trajectories())
+    batch = copied_out(made.trajectories())
     assert summary.env_steps == batch.env_steps
     return batch, summary.episodes
 

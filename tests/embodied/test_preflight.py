@@ -45,9 +45,9 @@ def command(verb: str, config: str, *arguments: str) -> list[str]:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     status = cli.main([*arguments])
-    said = capsys.readouterr().err
-    assert status == 2, said
-    return " ".join(said.split())
+    output = capsys.readouterr().err
+    assert status == 2, output
+    return " ".join(output.split())
 
 
 MISTAKES = {
@@ -68,10 +68,10 @@ def test_a_mistake_is_refused_before_ray_is_started(
     if mistake == "option":  # given as a dictionary, which the command line has no form for
         settings = {**yaml.safe_load((CONFIGS / "reach.yaml").read_text()), "policy": {"options": {"width": [8]}}}
         (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings))
-        said = refusal(capsys, *command(verb, "own.yaml"))
+        output = refusal(capsys, *command(verb, "own.yaml"))
     else:
-        said = refusal(capsys, *command(verb, "reach", *override))
-    assert remedy in said
+        output = refusal(capsys, *command(verb, "reach", *override))
+    assert remedy in output
     assert not [path for path in tmp_path.rglob("*") if path.name != "own.yaml"], "nothing is left behind"
 
 
@@ -87,8 +87,8 @@ def test_environments_that_do_not_divide_are_refused_before_ray_is_started(
 def test_environments_that_do_not_fill_episode_groups_are_refused_before_ray_is_started(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(capsys, *command(verb, "reach_grpo", "--env.num-envs", "30"))
-    assert "do not make episode groups of 4" in said
+    output = refusal(capsys, *command(verb, "reach_grpo", "--env.num-envs", "30"))
+    assert "do not make episode groups of 4" in output
 
 
 def test_a_workflow_with_an_edge_that_nobody_serves_is_refused_before_ray_is_started(
@@ -110,8 +110,8 @@ def test_a_wrong_task_of_the_evaluation_is_refused_before_the_training(capsys: p
 def test_a_checkpoint_folder_that_is_missing_or_incomplete_is_refused_before_ray_is_started(
     verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    said = refusal(capsys, *command(verb, "openvla_ppo_maniskill"))
-    assert "policy.options.checkpoint: openvla-7b is not a folder" in said
+    output = refusal(capsys, *command(verb, "openvla_ppo_maniskill"))
+    assert "policy.options.checkpoint: openvla-7b is not a folder" in output
     (tmp_path / "openvla-7b").mkdir()
     assert "openvla-7b/config.json is missing" in refusal(capsys, *command(verb, "openvla_ppo_maniskill"))
     (tmp_path / "openvla-7b" / "config.json").write_text("{}")
@@ -123,8 +123,8 @@ def test_missing_assets_are_refused_before_ray_is_started(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBODIED_LIBERO_ASSETS", "nowhere")
-    said = refusal(capsys, *command(verb, "libero_scripted"))
-    assert "EMBODIED_LIBERO_ASSETS names nowhere, which does not exist" in said
+    output = refusal(capsys, *command(verb, "libero_scripted"))
+    assert "EMBODIED_LIBERO_ASSETS names nowhere, which does not exist" in output
 
 
 def test_an_initial_policy_that_is_not_there_is_refused_before_ray_is_started(
@@ -155,9 +155,9 @@ def test_more_policy_replicas_than_groups_are_refused_before_ray_is_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     three = ["train", "reach", "--policy.replicas", "3"]
-    said = refusal(capsys, *three)
-    assert "3 policy replicas would share 2 groups" in said
-    assert "set policy.replicas to 2 or less, or farm.groups to more" in said
+    output = refusal(capsys, *three)
+    assert "3 policy replicas would share 2 groups" in output
+    assert "set policy.replicas to 2 or less, or farm.groups to more" in output
     with pytest.raises(RayStarted):
         cli.main([*three, "--farm.groups", "4"])
 
@@ -188,10 +188,10 @@ def test_pictures_are_turned_once_from_what_the_simulator_gives(
     verb: str, arguments: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """LIBERO's own pictures are upside down: `upright` has turned them already, and not as the training data were."""
-    said = refusal(
+    output = refusal(
         capsys, *command(verb, edited(tmp_path, "pi0_small", transforms=[{"kind": "turn_images"}]), *arguments)
     )
-    assert f"transforms has turn_images, which converts from env.orientation stock, and {found}" in said
+    assert f"transforms has turn_images, which converts from env.orientation stock, and {found}" in output
 
 
 def test_the_conventions_of_every_task_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,8 +205,10 @@ def test_the_conventions_of_every_task_are_looked_at(tmp_path: Path, capsys: pyt
 
 def test_a_gripper_is_not_converted_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = edited(tmp_path, "openvla_oft_tiny", transforms=[{"kind": "gripper", "convention": "libero"}])
-    said = refusal(capsys, *command("train", config, "--env.gripper", "inverted"))
-    assert "transforms has gripper, which converts from env.gripper simulator, and tabletop/reach has inverted" in said
+    output = refusal(capsys, *command("train", config, "--env.gripper", "inverted"))
+    assert (
+        "transforms has gripper, which converts from env.gripper simulator, and tabletop/reach has inverted" in output
+    )
 
 
 @pytest.mark.parametrize(
@@ -219,8 +221,8 @@ def test_faults_that_cannot_be_read_are_refused(
     if text is not None:
         file.write_text(text)
     monkeypatch.setenv("EMBODIED_FAULTS", str(file))
-    said = refusal(capsys, "train", "reach", "--runs-dir", str(tmp_path / "runs"))
-    assert f"EMBODIED_FAULTS={file} is not a list of faults" in said and says in said
+    output = refusal(capsys, "train", "reach", "--runs-dir", str(tmp_path / "runs"))
+    assert f"EMBODIED_FAULTS={file} is not a list of faults" in output and says in output
 
 
 def test_what_a_checkpoint_leaves_open_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -231,5 +233,5 @@ def test_what_a_checkpoint_leaves_open_is_said_once(caplog: pytest.LogCaptureFix
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"options": options})})
     for _ in range(2):
         check_policy(config)
-    (said,) = (message for message in caplog.messages if "z-scores" in message)
-    assert "policy.options.normalisation: quantile" in said
+    (sentence,) = (message for message in caplog.messages if "z-scores" in message)
+    assert "policy.options.normalisation: quantile" in sentence

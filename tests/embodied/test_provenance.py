@@ -114,10 +114,10 @@ def test_demonstrations_that_were_learned_from_count(run: Path, tmp_path: Path) 
     recorded = recorded_starts(tmp_path / "demos")
     assert recorded is not None and recorded.init_states == {7, 9} and len(recorded.seeds) == 2
     # What the run itself has written of the episodes that it used wins.
-    said = {"folder": "demos", "task": SPATIAL, "init_states": [3, 4], "seeds": []}
-    (tmp_path / "sft" / "data.json").write_text(json.dumps({"starts": [said]}))
+    record = {"folder": "demos", "task": SPATIAL, "init_states": [3, 4], "seeds": []}
+    (tmp_path / "sft" / "data.json").write_text(json.dumps({"starts": [record]}))
     assert lineage(learned, PLAIN).starts(SPATIAL, EVERY).trained == 2
-    (tmp_path / "sft" / "data.json").write_text(json.dumps({"starts": [{**said, "task": None}]}))
+    (tmp_path / "sft" / "data.json").write_text(json.dumps({"starts": [{**record, "task": None}]}))
     assert lineage(learned, PLAIN).unknown == ("demos",)
     (tmp_path / "sft" / "data.json").write_text("[")
     (tmp_path / "demos" / "meta" / "embodied.json").unlink()
@@ -128,8 +128,8 @@ def test_what_others_have_trained_is_not_known(run: Path, tmp_path: Path) -> Non
     given = load_config("openvla_tiny").policy
     found = lineage(None, given)
     assert found.unknown == (given.architecture["checkpoint"],)
-    said = trained_sentence(found.starts(SPATIAL, EVERY), found.unknown)
-    assert said.startswith("it is not known how many of 50 initial states were trained on: nothing is recorded of")
+    sentence = trained_sentence(found.starts(SPATIAL, EVERY), found.unknown)
+    assert sentence.startswith("it is not known how many of 50 initial states were trained on: nothing is recorded of")
     alone = tmp_path / "alone"
     shutil.copytree(as_run(run, tmp_path / "r"), alone)
     assert lineage(alone, PLAIN).unknown == (str(alone),), "a checkpoint in no run's folder"
@@ -219,8 +219,8 @@ def test_any_file_and_any_block_of_weights_changes_the_digest(tmp_path: Path) ->
     ],
 )
 def test_statistics_of_another_suite_are_said(name: str, suite: str, foreign: bool) -> None:
-    said = f"actions are un-normalised by the statistics of {name}, and {suite} is evaluated"
-    assert statistics_note(name, [suite]) == (said if foreign else None)
+    sentence = f"actions are un-normalised by the statistics of {name}, and {suite} is evaluated"
+    assert statistics_note(name, [suite]) == (sentence if foreign else None)
 
 
 def test_policies_name_their_statistics(tmp_path: Path) -> None:

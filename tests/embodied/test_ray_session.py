@@ -90,8 +90,8 @@ def test_a_port_of_ray_is_of_no_use_without_the_token(ray_runtime: Any, tmp_path
     mine = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
     others = {name: value for name, value in os.environ.items() if name not in mine} | {"HOME": str(tmp_path)}
     for env, answer in ((others | mine, "reached"), (others, "refused")):
-        asked = subprocess.run([sys.executable, "-c", ASK, address], env=env, capture_output=True, text=True)
-        assert asked.stdout.strip() == answer, asked
+        result = subprocess.run([sys.executable, "-c", ASK, address], env=env, capture_output=True, text=True)
+        assert result.stdout.strip() == answer, result
     assert mine["RAY_AUTH_TOKEN"] not in " ".join(
         argument for process in psutil.Process().children(recursive=True) for argument in process.cmdline()
     ), "everybody sees the arguments of a process"
@@ -139,9 +139,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_the_guard_ends_what_a_killed_process_leaves(base: Path) -> None:
-    said = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
-    assert said.returncode == -signal.SIGKILL, said.stderr
-    helper, guard, folder = said.stdout.split()
+    result = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    helper, guard, folder = result.stdout.split()
     alive = [psutil.Process(int(pid)) for pid in (helper, guard) if psutil.pid_exists(int(pid))]
     _, left = psutil.wait_procs(alive, timeout=60)
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]

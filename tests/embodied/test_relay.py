@@ -181,8 +181,8 @@ def test_a_far_end_that_hangs_is_replaced_like_a_lost_one(spec: FarmSpec) -> Non
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "far ends that hang change results")
     for far in host.fars:
         assert len(far.renewed) == 3
-        said = [re.fullmatch(r"it has not answered for (\d+\.\d) s", why) for why in far.renewed]
-        assert all(match and float(match[1]) >= 0.1 for match in said), far.renewed
+        matches = [re.fullmatch(r"it has not answered for (\d+\.\d) s", why) for why in far.renewed]
+        assert all(match and float(match[1]) >= 0.1 for match in matches), far.renewed
 
 
 def test_a_snapshot_is_restored_behind_a_relay() -> None:

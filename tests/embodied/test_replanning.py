@@ -119,7 +119,7 @@ def took(real: Iteration) -> Callable[..., Iteration]:
 
 
 @dataclass
-class Asked:
+class RecordingPlanner:
     """A planner that answers with one plan and keeps what it was asked."""
 
     answer: Plan
@@ -134,14 +134,14 @@ class Asked:
     def factors(self) -> dict[str, float]:
         """Of each component's times in the last question, all of its points alike."""
         found = {}
-        for name, asked in self.profiles[-1].components.items():
-            pairs = zip(asked.points, PROFILE.components[name].points, strict=True)
+        for name, measured in self.profiles[-1].components.items():
+            pairs = zip(measured.points, PROFILE.components[name].points, strict=True)
             (found[name],) = {round(now.seconds / before.seconds, 6) for now, before in pairs}
         return found
 
 
-def watch(asked: Asked, plan: Plan = ALL_ON_ONE, switch_s: float = 0.0) -> Watch:
-    return Watch(plan, PROFILE, WORKFLOW, TWO_CORES, asked, switch_s)
+def watch(planner: RecordingPlanner, plan: Plan = ALL_ON_ONE, switch_s: float = 0.0) -> Watch:
+    return Watch(plan, PROFILE, WORKFLOW, TWO_CORES, planner, switch_s)
 
 
 def test_the_iterations_are_those_that_the_plan_predicts(took: Callable[..., Iteration]) -> None:
@@ -149,23 +149,23 @@ def test_the_iterations_are_those_that_the_plan_predicts(took: Callable[..., Ite
 
 
 def test_nothing_happens_within_the_tolerance(took: Callable[..., Iteration]) -> None:
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner)
     for number in range(4 * PERSISTENT):
         by = 1.13 if number % 3 else 0.88
         assert watching.see(took(by, by, by), left=10**6) is None
-    assert not asked.profiles
+    assert not planner.profiles
 
 
 def test_single_outliers_are_no_change(took: Callable[..., Iteration]) -> None:
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner)
     for number in range(6 * PERSISTENT):
         assert watching.see(took(1.0 if number % PERSISTENT == 0 else 5.0), left=10**6) is None
-    watching = watch(asked)
+    watching = watch(planner)
     for number in range(4 * PERSISTENT):  # off every time, but not in one direction
         assert watching.see(took(*[0.5 if number % 2 else 2.0] * 3), left=10**6) is None
-    assert not asked.profiles
+    assert not planner.profiles
 
 
 @pytest.mark.parametrize("slow", ["physics", "policy", "learner"])
@@ -173,29 +173,29 @@ def test_single_outliers_are_no_change(took: Callable[..., Iteration]) -> None:
 def test_what_has_become_slower_is_noticed_with_its_factor(
     slow: str, by: float, took: Callable[..., Iteration]
 ) -> None:
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner)
     change = took(**{slow: by}).wall_s / TAKES
     decisions = [watching.see(took(**{slow: by}), left=10**6) for _ in range(PERSISTENT)]
     if change < 1.15:
-        assert not asked.profiles
+        assert not planner.profiles
         return
-    assert decisions[:-1] == [None] * (PERSISTENT - 1) and len(asked.profiles) == 1
-    assert asked.factors == pytest.approx({"physics": 1.0, "policy": 1.0, "learner": 1.0} | {slow: by})
+    assert decisions[:-1] == [None] * (PERSISTENT - 1) and len(planner.profiles) == 1
+    assert planner.factors == pytest.approx({"physics": 1.0, "policy": 1.0, "learner": 1.0} | {slow: by})
     decision = decisions[-1]
     assert decision is not None and decision.plan.phases == LEARNER_ON_TWO.phases
-    assert decision.profile is asked.profiles[0] and f"{slow} x {by:.3g}" in decision.reason
+    assert decision.profile is planner.profiles[0] and f"{slow} x {by:.3g}" in decision.reason
     assert f"{change:.3g} times" in decision.reason
     # All that the other plan saves is half of the update.
     assert decision.gain_s == pytest.approx(LEARNER / 2 * (by if slow == "learner" else 1.0), rel=1e-3)
 
 
 def test_what_has_become_faster_is_noticed_too(took: Callable[..., Iteration]) -> None:
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner)
     for _ in range(PERSISTENT):
         watching.see(took(physics=0.5), left=10**6)
-    assert asked.factors == pytest.approx({"physics": 0.5, "policy": 1.0, "learner": 1.0})
+    assert planner.factors == pytest.approx({"physics": 0.5, "policy": 1.0, "learner": 1.0})
 
 
 def test_several_workers_and_groups_are_accounted_for(took: Callable[..., Iteration]) -> None:
@@ -206,19 +206,19 @@ def test_several_workers_and_groups_are_accounted_for(took: Callable[..., Iterat
         mode="hybrid",
         groups=3,
     )
-    asked = Asked(ALL_ON_ONE)
-    watching = watch(asked, plan)
+    planner = RecordingPlanner(ALL_ON_ONE)
+    watching = watch(planner, plan)
     for _ in range(PERSISTENT):
         watching.see(took(physics=2 * 2 * 3, policy=3, learner=6), left=0)
-    assert asked.factors == pytest.approx({"physics": 2.0, "policy": 1.0, "learner": 6.0})
+    assert planner.factors == pytest.approx({"physics": 2.0, "policy": 1.0, "learner": 6.0})
 
 
 def test_times_that_were_measured_together_follow(took: Callable[..., Iteration]) -> None:
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner)
     for _ in range(PERSISTENT):
         watching.see(took(3.0, 3.0), left=10**6)
-    (now,), (before,) = asked.profiles[0].together, PROFILE.together
+    (now,), (before,) = planner.profiles[0].together, PROFILE.together
     ratios = [now.seconds / before.seconds, now.low / before.low, now.high / before.high]
     assert ratios == pytest.approx([3.0] * 3)
 
@@ -226,22 +226,22 @@ def test_times_that_were_measured_together_follow(took: Callable[..., Iteration]
 @pytest.mark.parametrize(("left", "pays"), [(0, False), (199, False), (201, True)])
 def test_a_plan_is_adopted_only_when_it_pays(left: int, pays: bool, took: Callable[..., Iteration]) -> None:
     gain = LEARNER / 2  # per iteration
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked, switch_s=200 * gain / PAYS)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner, switch_s=200 * gain / PAYS)
     decisions = [watching.see(took(physics=2.0), left) for _ in range(PERSISTENT)]
-    assert len(asked.profiles) == 1
+    assert len(planner.profiles) == 1
     assert (decisions[-1] is not None) == pays
     if decisions[-1] is not None:
         assert decisions[-1].gain_s == pytest.approx(gain, rel=1e-3)
 
 
 def test_after_an_answer_as_many_iterations_pass_before_the_next_question(took: Callable[..., Iteration]) -> None:
-    asked = Asked(ALL_ON_ONE)
-    watching = watch(asked)
+    planner = RecordingPlanner(ALL_ON_ONE)
+    watching = watch(planner)
     questions = []
     for _ in range(3 * PERSISTENT):
         assert watching.see(took(2.0), left=10**6) is None, "a plan was swapped for itself"
-        questions.append(len(asked.profiles))
+        questions.append(len(planner.profiles))
     assert questions == [number // PERSISTENT for number in range(1, 3 * PERSISTENT + 1)]
 
 
@@ -261,11 +261,11 @@ def test_time_that_no_component_explains_is_not_what_another_plan_saves(took: Ca
     twin = planned((Placement(("physics", "policy"), on(0)), Placement(("learner",), on(1))), mode="disaggregated")
     assert seconds(twin) == pytest.approx(seconds(ALL_ON_ONE))
     for present, other in ((ALL_ON_ONE, twin), (twin, ALL_ON_ONE)):
-        asked = Asked(other)
-        watching = watch(asked, present)
+        planner = RecordingPlanner(other)
+        watching = watch(planner, present)
         for _ in range(3 * PERSISTENT):
             assert watching.see(took(nobody=TAKES), left=10**6) is None
-        assert len(asked.profiles) == 3
+        assert len(planner.profiles) == 3
 
 
 TWO_TASKS = parse_config({**SETTINGS, "extra_tasks": [{"num_envs": ENVS}]}, "test")
@@ -280,11 +280,11 @@ TURNS = Plan("ppo", "collocated", (Phase((Placement(tuple(TWO.components), on(0)
 
 def test_one_watch_sees_every_tasks_simulators(took: Callable[..., Iteration]) -> None:
     """Only the second task's are slow; the policy decides for both."""
-    workflow, asked = sized_workflow(TWO_TASKS), list[Profile]()
+    workflow, profiles = sized_workflow(TWO_TASKS), list[Profile]()
     plan = replace(TURNS, prediction=schedulers.predict(TURNS, workflow, TWO))
 
     def ask(profile: Profile) -> Plan:
-        asked.append(profile)
+        profiles.append(profile)
         return replace(plan, prediction=schedulers.predict(plan, workflow, profile))
 
     watching = Watch(plan, TWO, workflow, TWO_CORES, ask, 0.0)
@@ -296,7 +296,7 @@ def test_one_watch_sees_every_tasks_simulators(took: Callable[..., Iteration]) -
     both = replace(both, end_ns=both.begin_ns + round((wall + LEARNER) * 1e9))
     for _ in range(PERSISTENT):
         assert watching.see(both, left=10**6) is None, "a plan was swapped for itself"
-    (found,) = asked
+    (found,) = profiles
     factors = {name: found.components[name].points[0].seconds / TWO.components[name].points[0].seconds for name in
                TWO.components}  # fmt: skip
     assert factors == pytest.approx({"physics": 1.0, "physics-1": 3.0, "policy": 1.0, "learner": 1.0})
@@ -316,13 +316,13 @@ def test_what_trajectories_pass_through_is_told_from_the_learner(took: Callable[
 
 
 def test_switches_are_not_the_learners_time(took: Callable[..., Iteration]) -> None:
-    asked = Asked(LEARNER_ON_TWO)
-    watching = watch(asked)
+    planner = RecordingPlanner(LEARNER_ON_TWO)
+    watching = watch(planner)
     for _ in range(PERSISTENT):
         one = took(physics=2.0)
         switched = {**one.learned, "time/switch_s": 0.5}
         watching.see(replace(one, learned=switched, end_ns=one.end_ns + 500_000_000), left=10**6)
-    assert asked.factors == pytest.approx({"physics": 2.0, "policy": 1.0, "learner": 1.0})
+    assert planner.factors == pytest.approx({"physics": 2.0, "policy": 1.0, "learner": 1.0})
 
 
 # --- a run that moves

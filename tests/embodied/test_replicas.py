@@ -113,8 +113,8 @@ def test_replicas_change_no_more_than_the_rounding_of_values(
     found = runs.run(settings, ray, plan, tmp_path / "ray")
     assert_was_a_test(found)
     assert_only_values_are_rounded(found, reference(settings, plan))
-    told = {span.args["path"] for one in found.iterations for span in one.spans if span.name == "publish weights"}
-    assert told == {f"shared memory, one copy for {replicas} replicas"}
+    paths = {span.args["path"] for one in found.iterations for span in one.spans if span.name == "publish weights"}
+    assert paths == {f"shared memory, one copy for {replicas} replicas"}
     for one in found.iterations:
         acting = {s.track for s in one.spans if s.name.startswith("act for group")}
         assert acting == {f"policy {rank}" for rank in range(replicas)}, "a replica has not acted"
@@ -206,8 +206,8 @@ def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path
         try:
             begun = workers.rollouts.start()
             until(lambda: int(outcomes(workers)[:decisions].all(0).sum()) == ENVS - 2)
-            held = ~outcomes(workers)[:decisions].all(0)
-            assert not outcomes(workers)[:, held].any(), "the group of the stopped replica was decided for"
+            undecided = ~outcomes(workers)[:decisions].all(0)
+            assert not outcomes(workers)[:, undecided].any(), "the group of the stopped replica was decided for"
         finally:
             os.kill(stopped, signal.SIGCONT)
         summary = workers.rollouts.wait(begun)
@@ -320,7 +320,7 @@ def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, 
 
 
 EACH_BLOW = pytest.mark.parametrize(
-    ("blow", "said"),
+    ("blow", "message"),
     [
         pytest.param(signal.SIGKILL, "^policy 1 died during 'decide_request'", id="killed"),
         pytest.param(
@@ -335,7 +335,7 @@ EACH_BLOW = pytest.mark.parametrize(
 @pytest.mark.slow
 @EACH_BLOW
 def test_a_lost_replica_is_named_and_nothing_is_left(
-    blow: signal.Signals, said: str, tmp_path: Path, shared_ray: SharedRay
+    blow: signal.Signals, message: str, tmp_path: Path, shared_ray: SharedRay
 ) -> None:
     shared_ray.close()
     config = parse_config(of(STATES, workflow="ppo"), "test")
@@ -344,7 +344,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
     memories: set[Path] = set()
     try:
         with (
-            pytest.raises(FarmError, match=said),
+            pytest.raises(FarmError, match=message),
             start_run(config, tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
         ):
             workers.rollouts.farm_deadline_s = 5.0  # of the rollout_worker, which it gives replicas too

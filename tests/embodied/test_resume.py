@@ -154,8 +154,8 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     path.write_bytes(path.read_bytes()[:-1])
     capsys.readouterr()
     run(config, tmp_path / "damaged", resume=True)
-    said = "".join(capsys.readouterr().out.split())
-    assert "000005isdamaged:policy/model.safetensors" in said and "goesonfrom" in said and "000003" in said
+    output = "".join(capsys.readouterr().out.split())
+    assert "000005isdamaged:policy/model.safetensors" in output and "goesonfrom" in output and "000003" in output
     assert_same_run(tmp_path / "damaged", tmp_path / "whole")
 
 
@@ -255,9 +255,9 @@ def test_a_run_has_one_owner_until_its_process_is_killed(stage: str, tmp_path: P
             while "owned" not in (line := owner.stdout.readline()):
                 assert line, "it ended before it owned the run"
             before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-            who = f"process {owner.pid} on {socket.gethostname()} trains into .*run now.*--resume auto.*--name"
+            message = f"process {owner.pid} on {socket.gethostname()} trains into .*run now.*--resume auto.*--name"
             for resume in (False, True):
-                with pytest.raises(UserError, match=who), open_run_folder(config, "test", tmp_path, resume, stage):
+                with pytest.raises(UserError, match=message), open_run_folder(config, "test", tmp_path, resume, stage):
                     pytest.fail("two processes own the run")
             assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
             assert settings_of("run", tmp_path).name == "run", "it cannot be read meanwhile"

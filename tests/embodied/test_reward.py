@@ -113,13 +113,13 @@ def judged(batch: Trajectories, threshold: float | None = None, rows: int = 5) -
 def test_a_decision_is_rewarded_for_the_observation_that_it_led_to(batch: Trajectories) -> None:
     """The next decision's, in a loop; its own where the episode or the rollout ends with it."""
     inputs = batch.inputs
-    said = brightness(inputs.frames, inputs.instruction).view_as(batch.reward)
+    scores = brightness(inputs.frames, inputs.instruction).view_as(batch.reward)
     found = judged(batch).reward
     decisions, envs = batch.mask.shape
     for env in range(envs):
         for t in range(decisions):
             ends = bool(batch.terminated[t, env] or batch.truncated[t, env]) or t == decisions - 1
-            assert found[t, env] == pytest.approx(float(said[t if ends else t + 1, env]), rel=1e-5)
+            assert found[t, env] == pytest.approx(float(scores[t if ends else t + 1, env]), rel=1e-5)
     assert len(found.unique()) > decisions, "all frames look alike: nothing was tested"
 
 
@@ -143,9 +143,9 @@ def test_decisions_that_nobody_took_are_not_judged_and_follow_nothing(batch: Tra
     mask = batch.mask.clone()
     mask[3:, 1] = False
     whole, part = judged(batch).reward, judged(replace(batch, mask=mask)).reward
-    said = brightness(batch.inputs.frames, batch.inputs.instruction).view_as(whole)
+    scores = brightness(batch.inputs.frames, batch.inputs.instruction).view_as(whole)
     assert not part[3:, 1].any()
-    assert part[2, 1] == said[2, 1]
+    assert part[2, 1] == scores[2, 1]
     mask[2, 1] = False
     assert torch.equal(part[mask], whole[mask])
 
@@ -183,10 +183,10 @@ def classifier(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 @pytest.mark.slow
 def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tuple[Path, dict[str, Any]]) -> None:
-    said = classifier[1]
-    assert said["episodes"] == EPISODES
-    assert said["held_out_positive"] >= 20 and said["held_out_frames"] - said["held_out_positive"] >= 20
-    assert said["roc_area"] > 0.85 and said["balanced_accuracy"] > 0.75
+    metrics = classifier[1]
+    assert metrics["episodes"] == EPISODES
+    assert metrics["held_out_positive"] >= 20 and metrics["held_out_frames"] - metrics["held_out_positive"] >= 20
+    assert metrics["roc_area"] > 0.85 and metrics["balanced_accuracy"] > 0.75
 
 
 @pytest.mark.slow
@@ -221,8 +221,8 @@ def test_a_classifier_reads_the_instruction() -> None:
     torch.manual_seed(0)
     classifier = SuccessClassifier(Looks(("front",), 32, "upright"))
     frames = {"front": torch.zeros(3, 32, 32, 3, dtype=torch.uint8)}
-    said = classifier.probability(frames, ("push the cube", "reach the point", "Push the cube!"))
-    assert said[0] == said[2] != said[1]
+    probabilities = classifier.probability(frames, ("push the cube", "reach the point", "Push the cube!"))
+    assert probabilities[0] == probabilities[2] != probabilities[1]
     assert classifier.probability(frames, ("", "", "")).isfinite().all()
 
 

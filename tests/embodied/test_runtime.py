@@ -185,8 +185,8 @@ def test_a_worker_that_waits_for_anothers_result_is_not_late_while_that_one_repo
     waiting.deadline = Deadline(1.5)
     assert waiting.get(waiting.pipe(Clumsy.take, clumsy, Clumsy.long_work)) == 12
     assert waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 12, 0.2))) == 12
-    said = "^waiting did not finish 'take': no progress for .*; it was to have the result of clumsy's 'work' first$"
-    with pytest.raises(WorkerTimeout, match=said):
+    message = "^waiting did not finish 'take': no progress for .*; it was to have the result of clumsy's 'work' first$"
+    with pytest.raises(WorkerTimeout, match=message):
         waiting.get(waiting.submit(Clumsy.take, clumsy.submit(Clumsy.work, 1, 4.0)))
     waiting.deadline = Deadline(60.0)
     waiting.end()
@@ -368,11 +368,11 @@ def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_lo
     striker.join()
     assert not psutil.pid_exists(victim), "a stopped process is left behind"
     assert host.restarts == {**before, 0: before.get(0, 0) + 1}, "it was not lost, or was replaced more than once"
-    said = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
     why = "its process died" if blow is signal.SIGKILL else r"physics 0 has been .* for \d+\.\d s without progress.*"
-    *late, lost = said
-    assert re.fullmatch(f"physics 0 was lost and is replaced: {why}", lost), said
-    assert len(late) == (blow is signal.SIGSTOP) and all("; it is replaced after" in one for one in late), said
+    *late, lost = messages
+    assert re.fullmatch(f"physics 0 was lost and is replaced: {why}", lost), messages
+    assert len(late) == (blow is signal.SIGSTOP) and all("; it is replaced after" in one for one in late), messages
     assert found == undisturbed
 
 
@@ -460,11 +460,11 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
         assert len(family) >= 5, "gcs_server, raylet, a physics worker, policy and learner"
         blocks = mapped(member.pid for member in family)
         os.killpg(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=240)
-        assert process.returncode != 0 and "KeyboardInterrupt" in said
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode != 0 and "KeyboardInterrupt" in output
         assert_gone(family, blocks)
     rows = read(folder)
-    assert f"iteration {len(rows)} is kept" in said
+    assert f"iteration {len(rows)} is kept" in output
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
     checkpoint.verify(last)

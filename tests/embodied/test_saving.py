@@ -65,11 +65,11 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Until it is set, no writer of this process gets further than to begin."""
     opened, begin = threading.Event(), checkpoint.begin
 
-    def held(root: Path, state: RunState) -> Path:
+    def delayed_begin(root: Path, state: RunState) -> Path:
         assert opened.wait(WAIT_S), "nobody has let it go on"
         return begin(root, state)
 
-    monkeypatch.setattr(checkpoint, "begin", held)
+    monkeypatch.setattr(checkpoint, "begin", delayed_begin)
     yield opened
     opened.set()
 
@@ -191,10 +191,10 @@ def test_a_run_goes_on_where_a_checkpoint_has_no_room(
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
         result = training.train(config, tmp_path, session, None)
-    said = capsys.readouterr().out
-    assert said.count("cannot write the checkpoint") == 1, "it is said once"
-    assert "000002: " in said and "File too large" in said and "--keep-checkpoints" in said
-    assert said.count("checkpoints are written again") == 1
+    output = capsys.readouterr().out
+    assert output.count("cannot write the checkpoint") == 1, "it is said once"
+    assert "000002: " in output and "File too large" in output and "--keep-checkpoints" in output
+    assert output.count("checkpoints are written again") == 1
     assert result["iterations"] == 5 and len(read(tmp_path)) == 5
     root = tmp_path / "checkpoints"
     assert {path.name for path in root.iterdir()} == {"000001", "000004", "000005", "latest"}
@@ -273,8 +273,8 @@ def test_a_run_without_room_for_its_timeline_ends_as_it_would(
     with full_disk(1 << 40), open_session(config) as session:
         with pytest.raises(UserError, match="nothing can be learned from it"):
             training.train(config, tmp_path, session, None)
-    said = capsys.readouterr().out
-    assert "the run is without a timeline" in said and not (tmp_path / "trace.json").exists()
+    output = capsys.readouterr().out
+    assert "the run is without a timeline" in output and not (tmp_path / "trace.json").exists()
 
 
 def test_a_worker_that_is_too_large_stays_where_no_checkpoint_can_be_written_for_it(
@@ -306,12 +306,12 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
             raise UserError("nothing can be learned from it")
         return finish(learner, iteration)
 
-    def asked(workers: OnPolicy) -> Any:
+    def release_and_save(workers: OnPolicy) -> Any:
         gate.set()
         return saved(workers)
 
     monkeypatch.setattr(Learner, "finish", failing)
-    monkeypatch.setattr(OnPolicy, "saved", asked)
+    monkeypatch.setattr(OnPolicy, "saved", release_and_save)
     config = run_config(STATES, 6)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session, pytest.raises(UserError, match="nothing can be learned from it"):
@@ -347,7 +347,7 @@ def numbers(folder: Path) -> dict[str, bytes]:
     return found | {name: data for name, data in content(folder).items() if name.endswith("e.json")}
 
 
-class Held(Learner):
+class PausedLearner(Learner):
     def limit(self, room: int) -> None:
         """Let no file of this process grow beyond that."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
@@ -356,18 +356,18 @@ class Held(Learner):
         """Write no shard before there is such a file."""
         write = HuggingFaceStorageWriter.write_data
 
-        def held(writer: Any, *args: Any) -> Any:
+        def delayed_write(writer: Any, *args: Any) -> Any:
             until(Path(gate).exists)
             return write(writer, *args)
 
-        setattr(HuggingFaceStorageWriter, "write_data", held)  # noqa: B010
+        setattr(HuggingFaceStorageWriter, "write_data", delayed_write)  # noqa: B010
 
     def pid(self) -> int:
         return os.getpid()
 
 
-def make_held(config: Config, folder: Path, rank: int) -> Held:
-    return Held(make_policy(), config, folder, Affinity(), Ranks("learner", rank, 2))
+def make_paused(config: Config, folder: Path, rank: int) -> PausedLearner:
+    return PausedLearner(make_policy(), config, folder, Affinity(), Ranks("learner", rank, 2))
 
 
 @pytest.mark.slow
@@ -376,7 +376,7 @@ def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path
     config, batch = config_of(sharding="sharded"), make_batch()
     later = replace(batch, version=-1)
     first, second, gate = tmp_path / "first", tmp_path / "second", tmp_path / "gate"
-    ranks = ray_runtime.start_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
+    ranks = ray_runtime.start_group("learner", make_paused, 2, lambda rank: (config, tmp_path, rank))
     try:
         ranks.call_all(Learner.join, ranks.call_one(0, Learner.listen), 60.0)
         ranks.call_all(Learner.update, batch, 0)
@@ -386,7 +386,7 @@ def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path
         assert {name for name in files_of(first / "000001") if "optimizer" in name} == {
             f"optimizer/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)
         }
-        ranks.call_all(Held.hold, str(gate))
+        ranks.call_all(PausedLearner.hold, str(gate))
         ranks.call_all(Learner.save, second, state_at(1), ENVIRONMENTS)
         ranks.call_all(Learner.update, later, 1)  # with gradients summed while the writers wait
         assert checkpoint.latest(second) is None
@@ -395,7 +395,7 @@ def test_ranks_learn_on_while_they_write(ray_runtime: RayRuntime, tmp_path: Path
         assert numbers(second / "000001") == expected
         gate.unlink()
         ranks.call_all(Learner.save, second, state_at(2), ENVIRONMENTS)
-        os.kill(ranks.call_one(1, Held.pid), signal.SIGKILL)
+        os.kill(ranks.call_one(1, PausedLearner.pid), signal.SIGKILL)
         gate.touch()
         with pytest.raises(Exception, match="learner 1 died during 'saved'"):
             ranks.call_all(Learner.saved)
@@ -411,15 +411,15 @@ def test_ranks_go_on_where_one_of_them_has_no_room(
     rank: int, room: int, ray_runtime: RayRuntime, tmp_path: Path
 ) -> None:
     config, batch = config_of(sharding="sharded"), make_batch()
-    ranks = ray_runtime.start_group("learner", make_held, 2, lambda rank: (config, tmp_path, rank))
+    ranks = ray_runtime.start_group("learner", make_paused, 2, lambda rank: (config, tmp_path, rank))
     try:
         ranks.call_all(Learner.join, ranks.call_one(0, Learner.listen), 60.0)
         ranks.call_all(Learner.update, batch, 0)
-        ranks.call_one(rank, Held.limit, room)
+        ranks.call_one(rank, PausedLearner.limit, room)
         ranks.call_all(Learner.save, tmp_path, state_at(1), ENVIRONMENTS)
         with pytest.raises(CheckpointError, match="cannot write the checkpoint .*000001.*large"):
             ranks.call_all(Learner.saved)
-        ranks.call_one(rank, Held.limit, 1 << 40)
+        ranks.call_one(rank, PausedLearner.limit, 1 << 40)
         ranks.call_all(Learner.update, replace(batch, version=-1), 1)
         ranks.call_all(Learner.save, tmp_path, state_at(2), ENVIRONMENTS)
         assert all(ranks.call_all(Learner.saved))

@@ -140,21 +140,21 @@ def test_a_run_ends_with_the_best_and_keeps_it(tmp_path: Path) -> None:
     """As a user types it: the evaluation at the end, and later ones, are of the best checkpoint."""
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({**SETTINGS, "iterations": 6}))
-    asked = ["--eval.every", "1", "--eval.every-episodes", "24", "--eval.episodes", "8", "--eval.videos", "0"]
+    options = ["--eval.every", "1", "--eval.every-episodes", "24", "--eval.episodes", "8", "--eval.videos", "0"]
     out = tmp_path / "result.json"
-    status, said = here(
-        "train", str(file), "--name", "r", "--keep-checkpoints", "1", *asked, "--runs-dir", str(tmp_path), "--json",
+    status, output = here(
+        "train", str(file), "--name", "r", "--keep-checkpoints", "1", *options, "--runs-dir", str(tmp_path), "--json",
         str(out),
     )  # fmt: skip
-    assert status == 0, said
+    assert status == 0, output
     result = json.loads(out.read_text())
     folder = tmp_path / "r" / "checkpoints"
     best = folder / f"{result['best_iteration']:06d}"
     assert result["checkpoint"] == str(best) and checkpoint.best(folder) == best
     kept = {path.name for path in folder.iterdir() if path.is_dir()}
     assert kept == {best.name, "000006"}
-    assert "evaluated: success" in said and "the best so far" in said
+    assert "evaluated: success" in output and "the best so far" in output
     page = (tmp_path / "r" / "report.html").read_text()
     assert "evaluated during training" in page
-    status, said = here("eval", "r", *asked[4:], "--runs-dir", str(tmp_path), "--json", str(out))
-    assert status == 0 and json.loads(out.read_text())["checkpoint"] == str(best), said
+    status, output = here("eval", "r", *options[4:], "--runs-dir", str(tmp_path), "--json", str(out))
+    assert status == 0 and json.loads(out.read_text())["checkpoint"] == str(best), output

@@ -161,8 +161,8 @@ def test_room_is_what_no_worker_is_pinned_to_and_no_thread_needs() -> None:
     with_gpus = replace(with_gpus, farms=(replace(with_gpus.farms[0], devices=(0, "cpu")),))
     assert free_room(with_gpus, cores, gpus) == Room(3, 1)
     assert free_room(with_gpus, cores, gpus[:1]) is None, "the policy's GPU is the learner's"
-    unsaid = _assignment((0, 1), learner=Affinity(threads=4))
-    assert free_room(unsaid, cores, gpus) == Room(3, 1), "without a name it is the first"
+    unspecified = _assignment((0, 1), learner=Affinity(threads=4))
+    assert free_room(unspecified, cores, gpus) == Room(3, 1), "without a name it is the first"
     drawing = replace(with_gpus, farms=(replace(with_gpus.farms[0], devices=(0, 1)),))
     assert free_room(drawing, cores, gpus) is None, "frames are drawn on the second"
 

@@ -137,10 +137,10 @@ def test_episodes_of_all_tasks_are_told(pictures: Run) -> None:
 def test_success_of_each_task_is_a_metric(pictures: Run) -> None:
     """Here as if the second task's episodes of even environments had been solved."""
     summary = pictures.iterations[0].summary
-    told = tuple(replace(e, success=e.task == 1 and e.env % 2 == 0) for e in summary.episodes)
-    found = iteration_metrics._of_tasks(replace(summary, episodes=told), config_of(SETTINGS))
+    solved = tuple(replace(e, success=e.task == 1 and e.env % 2 == 0) for e in summary.episodes)
+    found = iteration_metrics._of_tasks(replace(summary, episodes=solved), config_of(SETTINGS))
     assert found == {"env/success_once/tabletop/reach": 0.0, "env/success_once/tabletop/push": 0.5}
-    nobody = iteration_metrics._of_tasks(replace(summary, episodes=told[:0]), config_of(SETTINGS))
+    nobody = iteration_metrics._of_tasks(replace(summary, episodes=solved[:0]), config_of(SETTINGS))
     assert all(math.isnan(rate) for rate in nobody.values()) and nobody.keys() == found.keys()
     assert iteration_metrics._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
 
@@ -149,9 +149,9 @@ def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> No
     """Here as if the simulator had given one of the second task's episodes a reward that is not finite."""
     summary = pictures.iterations[0].summary
     broken = tuple(replace(e, total_reward=math.nan) if e.env == FIRST + 1 else e for e in summary.episodes)
-    said = iteration_metrics.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
-    assert "left out 1 episodes in which a reward or an observation was not finite" in said
-    assert said.endswith(f"(column {FIRST + 1}, tabletop/push)")
+    message = iteration_metrics.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
+    assert "left out 1 episodes in which a reward or an observation was not finite" in message
+    assert message.endswith(f"(column {FIRST + 1}, tabletop/push)")
     running = iteration_metrics.left_out(2, summary, config_of(SETTINGS))
     assert "left out 2 episodes" in running and "column" not in running, "none of them has ended"
 
@@ -191,8 +191,8 @@ def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
 def test_every_task_has_seeds_of_its_own(states: Run) -> None:
     configs = tasks_of(config_of(STATES, extra_tasks=[{}, {}]))
     assert len({config.seed for config in configs}) == 3 and configs[0].seed == STATES["seed"]
-    told = states.iterations[0].summary.episodes
-    returns = {episode.env: episode.total_reward for episode in told}
+    episodes = states.iterations[0].summary.episodes
+    returns = {episode.env: episode.total_reward for episode in episodes}
     assert all(returns[env] != returns[FIRST + env] for env in range(FIRST)), "the tasks repeat each other's episodes"
 
 
@@ -346,20 +346,24 @@ def test_tasks_that_one_policy_cannot_act_in_are_refused(tmp_path: Path) -> None
         "env": {**STATES["env"], "num_envs": 2}, "policy": STATES["policy"],
         "extra_tasks": [{"task": "tabletop/push", "num_envs": 2}],
     }  # fmt: skip
-    said = refusal(tmp_path / "states", **changes)
-    assert "one policy cannot act in tabletop/push too" in said and "state_dim" in said and "reads: [images]" in said
+    message = refusal(tmp_path / "states", **changes)
+    assert (
+        "one policy cannot act in tabletop/push too" in message
+        and "state_dim" in message
+        and "reads: [images]" in message
+    )
     small = {**SETTINGS["env"], "num_envs": 2}
-    said = refusal(
+    message = refusal(
         tmp_path / "sizes", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "image_size": 64}]
     )
-    assert "tabletop/reach has an image size of 32 and tabletop/push has an image size of 64" in said
-    said = refusal(
+    assert "tabletop/reach has an image size of 32 and tabletop/push has an image size of 64" in message
+    message = refusal(
         tmp_path / "cameras", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "cameras": 2}]
     )
-    assert "cameras" in said and "tabletop/push" in said and "tabletop/reach" in said
+    assert "cameras" in message and "tabletop/push" in message and "tabletop/reach" in message
 
 
 def test_a_wrong_key_of_a_further_task_is_refused(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "run", extra_tasks=[{"task": "tabletop/push"}, {"num_env": 2}])
-    assert "extra_tasks[1]" in said and "num_envs" in said
+    message = refusal(tmp_path / "run", extra_tasks=[{"task": "tabletop/push"}, {"num_env": 2}])
+    assert "extra_tasks[1]" in message and "num_envs" in message
     assert "tabletop/push" in refusal(tmp_path / "task", extra_tasks=[{"task": "tabletop/pusch"}])

@@ -29,7 +29,7 @@ from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
-from tests.embodied.held import held
+from tests.embodied.copied_out import copied_out
 from tests.embodied.test_resume import STATES, assert_same_run, config_of, run
 
 DECISIONS = 12
@@ -99,7 +99,7 @@ def test_a_task_is_rolled_out_less_and_learned_from_as_if_the_rollout_had_been_s
     for share, decisions in ((0.75, DECISIONS), (0.0, DECISIONS), (0.0, 3)):
         with worker(share, snapshot) as made:
             summary = made.rollout(decisions)
-            batches.append(held(made.trajectories()))
+            batches.append(copied_out(made.trajectories()))
             if share:
                 red, blue = (summary.curriculum[f"curriculum/decisions/tabletop/reach_{x}"] for x in ("red", "blue"))
                 assert (red, blue) == (DECISIONS, 3)

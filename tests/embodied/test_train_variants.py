@@ -20,12 +20,12 @@ SHORT += ["--eval.episodes", "4", "--eval.videos", "0", "--env.num-envs", "4"]
 @pytest.mark.slow
 def test_each_run_of_seeds_is_the_run_of_that_seed(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    status, said = here(
+    status, output = here(
         "train", "reach", "--name", "r", "--seeds", "3", "5", "--runs-dir", str(tmp_path), "--json", str(out), *SHORT
     )
-    assert status == 0, said
-    status, said = here("train", "reach", "--name", "alone", "--seed", "5", "--runs-dir", str(tmp_path), *SHORT)
-    assert status == 0, said
+    assert status == 0, output
+    status, output = here("train", "reach", "--name", "alone", "--seed", "5", "--runs-dir", str(tmp_path), *SHORT)
+    assert status == 0, output
     weights = "checkpoints/000002/policy/model.safetensors"
     several, alone, other = (load_file(tmp_path / name / weights) for name in ("r-seed5", "alone", "r-seed3"))
     assert all((several[name] == alone[name]).all() for name in alone)
@@ -34,7 +34,7 @@ def test_each_run_of_seeds_is_the_run_of_that_seed(tmp_path: Path) -> None:
     assert [run["run"] for run in result["runs"]] == [str(tmp_path / f"r-seed{seed}") for seed in (3, 5)]
     (group,) = result["groups"]
     assert group["seeds"] == [3, 5] and group["success_rates"] == [run["success_rate"] for run in result["runs"]]
-    assert (tmp_path / "r.html").is_file() and "r.html" in said or Path(result["report"]) == tmp_path / "r.html"
+    assert (tmp_path / "r.html").is_file() and "r.html" in output or Path(result["report"]) == tmp_path / "r.html"
 
 
 def test_a_sweep_has_each_combination_of_values_and_seeds() -> None:
@@ -69,9 +69,9 @@ def test_what_cannot_be_swept_is_refused(seeds: tuple[int, ...], sweep: tuple[st
 
 def test_nothing_begins_where_one_of_the_runs_cannot(tmp_path: Path) -> None:
     (tmp_path / "r-seed2").mkdir()
-    said = refusal_here("train", "reach", "--name", "r", "--seeds", "1", "2", "--runs-dir", str(tmp_path), *SHORT)
-    assert "r-seed2 exists" in said and not (tmp_path / "r-seed1").exists()
-    said = refusal_here(
+    output = refusal_here("train", "reach", "--name", "r", "--seeds", "1", "2", "--runs-dir", str(tmp_path), *SHORT)
+    assert "r-seed2 exists" in output and not (tmp_path / "r-seed1").exists()
+    output = refusal_here(
         "train", "reach", "--name", "s", "--sweep", "env.num_envs=4,0", "--runs-dir", str(tmp_path), *SHORT
     )
-    assert "env.num_envs" in said and not list(tmp_path.glob("s*"))
+    assert "env.num_envs" in output and not list(tmp_path.glob("s*"))

@@ -38,7 +38,7 @@ from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.registry import make_renderer
 from sim_farm.shared_memory.memory import FOLDER
-from tests.embodied.held import held
+from tests.embodied.copied_out import copied_out
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_policy_worker import CHUNK, ENVS, Watcher, replay, roll, worker
 
@@ -172,7 +172,7 @@ def test_frames_of_a_group_of_which_some_rest_are_counted_as_copied() -> None:
     specs = tuple(EpisodeSpec(seed) for seed in range(ENVS + 1))  # environment 0 has two episodes, the others one
     with worker(Watcher(), groups=1, task=WATCHED, episodes=ListedEpisodes(specs, ENVS)) as made:
         summary = made.rollout(10)
-        batch = held(made.trajectories())
+        batch = copied_out(made.trajectories())
     alone = int(batch.mask[:, 0].sum()) - int(batch.mask[:, 1].sum())
     assert alone > 0 and summary.frames.copied == summary.frames.read + alone
 

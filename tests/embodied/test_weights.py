@@ -93,11 +93,11 @@ class Worker(PolicyWorker):
 
 
 class LearnerRole(Learner):
-    asked = 0
+    requests = 0
     mistake = ""
 
     def weights(self) -> dict[str, Tensor]:
-        self.asked += 1
+        self.requests += 1
         if self.mistake == "own":
             raise UserError("there are no weights")
         return {**super().weights(), **({self.mistake: torch.zeros(3)} if self.mistake else {})}
@@ -108,7 +108,7 @@ class LearnerRole(Learner):
 
     def holds(self) -> tuple[dict[str, str], int]:
         """And how often it was asked for its weights."""
-        return checksums(super().weights()), self.asked
+        return checksums(super().weights()), self.requests
 
 
 class Barred(Worker):
@@ -171,9 +171,9 @@ def conforms(workers: OnPolicy, asks: bool) -> None:
     for version in range(4):
         learner: WorkerGroup[Any] = workers.learner
         acting: WorkerGroup[Any] = workers.acting
-        expected, asked = learner.call(LearnerRole.holds)
+        expected, requests = learner.call(LearnerRole.holds)
         assert acting.call_all(Worker.holds) == [(expected, version)] * acting.size
-        assert asked == (version + 1 if asks else 0)
+        assert requests == (version + 1 if asks else 0)
         seen.add(expected["log_std"])
         workers.iterate(version)
     assert len(seen) == 4, "nothing was learned"
@@ -259,15 +259,15 @@ def mistakes(state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("said", mistakes(small().state_dict()))
-def test_weights_that_are_not_the_policys_are_refused_and_the_old_ones_act_on(said: str) -> None:
+@pytest.mark.parametrize("message", mistakes(small().state_dict()))
+def test_weights_that_are_not_the_policys_are_refused_and_the_old_ones_act_on(message: str) -> None:
     policy = small()
     before = checksums(policy.state_dict())
     with worker(policy) as made:
         made.at_version(3)
         with pytest.raises(WrongWeights) as refused:
-            made.load_weights(mistakes(policy.state_dict())[said], 4)
-        assert said in str(refused.value) and "The old ones are kept" in str(refused.value)
+            made.load_weights(mistakes(policy.state_dict())[message], 4)
+        assert message in str(refused.value) and "The old ones are kept" in str(refused.value)
         made.rollout(2)
         assert made.trajectories().version == 3
     assert checksums(policy.state_dict()) == before

@@ -80,8 +80,8 @@ def _write(rank: int, base: Path, out: Path) -> None:
     if rank == 0:
         torch.save(whole, out / "full/model_state_dict/full_weights.pt")
         for name in ("fsdp1", "fsdp2", "hsdp"):
-            said = {"FSDP_version": 1 if name == "fsdp1" else 2, "world_size": WORLD}
-            (out / name / "fsdp_config.json").write_text(json.dumps(said))
+            fsdp_config = {"FSDP_version": 1 if name == "fsdp1" else 2, "world_size": WORLD}
+            (out / name / "fsdp_config.json").write_text(json.dumps(fsdp_config))
             (out / name / f"optim_world_size_{WORLD}_rank_0.pt").write_bytes(b"not read")
 
 

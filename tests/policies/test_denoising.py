@@ -44,16 +44,16 @@ def test_flow_noise_is_rlinfs() -> None:
     start = gaussian_log_prob(GOLDEN["noise.x_0"], torch.tensor(0.0), torch.tensor(0.0)).flatten(1)
     for reduction, wanted in (("sum", "noise.logp.textbook64"), ("mean", "noise.logp.rlinf")):
         denoising = Denoising(SIZE, N, 0.5, "learned", reduction)
-        x, trace, said = denoising.run(denoising.draws(noise, B), lambda _, i: field(net, i))
+        x, trace, fields = denoising.run(denoising.draws(noise, B), lambda _, i: field(net, i))
         assert (x - chain[:, -1]).abs().max() < 1e-6
         assert (trace["x"] - chain[:, :-1]).abs().max() < 1e-6 and (trace["x_next"] - chain[:, 1:]).abs().max() < 1e-6
-        assert said.log_std is not None
-        std = said.log_std.exp().transpose(0, 1).reshape(N, B, H, A)
+        assert fields.log_std is not None
+        std = fields.log_std.exp().transpose(0, 1).reshape(N, B, H, A)
         assert (std - GOLDEN["noise.std"]).abs().max() < 1e-6
         # RLinf counts x^(0), which no weight changes.
-        found = denoising.log_prob(trace, said) + start / denoising.divisor
+        found = denoising.log_prob(trace, fields) + start / denoising.divisor
         assert (found - GOLDEN[wanted].flatten(1)).abs().max() < 1e-4
-        entropy = denoising.entropy(said, found)
+        entropy = denoising.entropy(fields, found)
         steps = GOLDEN["noise.entropy_steps"][:, 1:].sum(1).flatten(1) / denoising.divisor
         assert (entropy - steps).abs().max() < 1e-5
 
@@ -75,7 +75,7 @@ def test_only_what_is_executed_is_scored(scored: str) -> None:
     found = [d.run(d.draws(noise, 5), of) for d in (whole, part)]
     assert torch.equal(found[0][0], found[1][0])
     assert found[1][1]["x_next"].shape == (5, 1 if scored == "one" else 4, 3)
-    scores = [d.log_prob(trace, said) for d, (_, trace, said) in zip((whole, part), found, strict=True)]
+    scores = [d.log_prob(trace, fields) for d, (_, trace, fields) in zip((whole, part), found, strict=True)]
     assert torch.equal(scores[0][:, [0, 1, 3]], scores[1])
 
 
@@ -90,8 +90,8 @@ def test_log_probs_are_of_what_is_drawn(scored: str, executed: list[int] | None)
         # A deviation that is learned is small, and its own change counts as the mean's does.
         return Field(scale * torch.sin(x), 0.3 * (scale - 1) * x - 1.5 if scored == "learned" else None)
 
-    _, trace, said = denoising.run(denoising.draws(noise, draws), lambda x, _: of(x, 1.0))
-    log_ratio = (denoising.log_prob(trace, of(trace["x"], 1.2)) - denoising.log_prob(trace, said)).sum(1)
+    _, trace, fields = denoising.run(denoising.draws(noise, draws), lambda x, _: of(x, 1.0))
+    log_ratio = (denoising.log_prob(trace, of(trace["x"], 1.2)) - denoising.log_prob(trace, fields)).sum(1)
     assert 0.05 < log_ratio.std() < 1, "the density hardly depends on the velocity"
     ratio = log_ratio.exp()
     assert abs(float(ratio.mean()) - 1) < 4.5 * float(ratio.std()) / draws**0.5
@@ -104,12 +104,12 @@ def test_the_mode_is_the_ode_and_is_scored_as_if_it_were_drawn() -> None:
         def of(x: Tensor, i: int, learned: bool = scored == "learned") -> Field:
             return Field(linear(x, i).v + 1, torch.full_like(x, -2.0) if learned else None)
 
-        x, trace, said = denoising.run(denoising.draws(None, 2), of)
+        x, trace, fields = denoising.run(denoising.draws(None, 2), of)
         expected = torch.zeros(2, 4)
         for i in range(3):
             expected = expected - of(expected, i).v / 3
         assert (x - expected).abs().max() < 1e-6 and trace["step"].tolist() == [list(range(count))] * 2
-        assert denoising.log_prob(trace, said).isfinite().all()
+        assert denoising.log_prob(trace, fields).isfinite().all()
 
 
 @pytest.mark.parametrize("scored", ["one", "any", "all", "learned"])

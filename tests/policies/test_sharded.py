@@ -231,12 +231,12 @@ def test_an_adapter_within_is_merged_by_the_alpha_that_its_config_says(tmp_path)
         expected = trained(PI0)
         expected[name] = expected[name] + scaling * (b @ a)
         assert equal(tensors(tmp_path / f"out{i}"), expected) and done.merged == 1
-    for wrong, said in (
+    for wrong, problem in (
         ({"r": 4}, "says that r is 4"), ({"r": 0}, "r must be at least 1"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern are not supported"), ({"use_dora": True}, "use_dora"),
     ):  # fmt: skip
         (folder / "adapter_config.json").write_text(json.dumps(config | wrong))
-        assert said in refused(folder)
+        assert problem in refused(folder)
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_local_shards_that_lack_the_last_rank(left, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         (lambda s: s.pop(max(s)), "1 of the base are missing"),
         (lambda s: s.update(surprise=torch.arange(3.0)), "1 are not in the base: 'surprise'"),
@@ -300,9 +300,9 @@ def test_local_shards_that_lack_the_last_rank(left, tmp_path) -> None:
     ],
     ids=["missing", "unexpected", "shape", "nan", "quantised", "no tensor", "twice", "empty"],
 )
-def test_state_dicts_of_something_else(tmp_path, change, said) -> None:
+def test_state_dicts_of_something_else(tmp_path, change, expected) -> None:
     message = refused(state_file(tmp_path / "left", change))
-    assert said in message and "full_weights.pt" in message
+    assert expected in message and "full_weights.pt" in message
 
 
 @pytest.mark.slow

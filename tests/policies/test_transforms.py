@@ -29,9 +29,10 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @settings(deadline=None, max_examples=50)
-@given(said=st.lists(EVERY, unique_by=str), seed=st.integers(0, 99))
-def test_what_is_demonstrated_is_executed(said: list[dict[str, Any]], seed: int) -> None:
-    transforms, actions, state = Transforms(said), random(ROWS, CHUNK, DIMS, seed=seed), random(ROWS, 9, seed=seed + 1)
+@given(entries=st.lists(EVERY, unique_by=str), seed=st.integers(0, 99))
+def test_what_is_demonstrated_is_executed(entries: list[dict[str, Any]], seed: int) -> None:
+    transforms = Transforms(entries)
+    actions, state = random(ROWS, CHUNK, DIMS, seed=seed), random(ROWS, 9, seed=seed + 1)
     again = transforms.executed(transforms.demonstrated(actions, state), state)
     assert (again - actions).abs().max() < 1e-12
 
@@ -48,12 +49,12 @@ def test_the_last_entry_converts_what_the_network_says_first(gripper: dict[str, 
 
 def test_an_entry_reads_the_state_as_those_before_have_left_it() -> None:
     actions, state = random(ROWS, CHUNK, DIMS), random(ROWS, 9, seed=1)
-    for said, seen in (([STATE, DELTA], state[:, [8, 0, 5]]), ([DELTA, STATE], state[:, :3])):
-        moved = Transforms(said).executed(actions, state) - actions
+    for entries, seen in (([STATE, DELTA], state[:, [8, 0, 5]]), ([DELTA, STATE], state[:, :3])):
+        moved = Transforms(entries).executed(actions, state) - actions
         assert torch.allclose(moved[..., :3], seen[:, None].expand(-1, CHUNK, -1), atol=1e-12)
         assert not moved[..., 3:].any()
-        assert torch.equal(Transforms(said).state(state), state[:, [8, 0, 5, 2]])
-        assert Transforms(said).spec(SPEC).proprio_dim == 4
+        assert torch.equal(Transforms(entries).state(state), state[:, [8, 0, 5, 2]])
+        assert Transforms(entries).spec(SPEC).proprio_dim == 4
 
 
 def test_pictures_are_turned_by_180_degrees() -> None:
@@ -77,27 +78,27 @@ def test_gripper_conventions_are_the_references() -> None:
     assert torch.equal(simpler[:, -1], torch.where(actions[:, -1] > 0.5, 1.0, -1.0).double())
 
 
-@pytest.mark.parametrize("said", [LIBERO, MANISKILL])
-def test_gripper_commands_are_read_as_they_are_given(said: dict[str, str]) -> None:
+@pytest.mark.parametrize("entries", [LIBERO, MANISKILL])
+def test_gripper_commands_are_read_as_they_are_given(entries: dict[str, str]) -> None:
     """A command between the two ends is the end that it leans to."""
-    transforms, network = Transforms([said]), torch.tensor([[[0.3, 0.0], [0.3, 1.0]]])
+    transforms, network = Transforms([entries]), torch.tensor([[[0.3, 0.0], [0.3, 1.0]]])
     assert torch.equal(transforms.demonstrated(transforms.executed(network, None), None), network)
     between = torch.tensor([[[-0.2], [0.2]]])
-    assert transforms.demonstrated(between, None).flatten().tolist() == ([1, 0] if said is LIBERO else [0, 1])
+    assert transforms.demonstrated(between, None).flatten().tolist() == ([1, 0] if entries is LIBERO else [0, 1])
 
 
 def test_they_are_data() -> None:
-    said: list[dict[str, Any]] = [TURN, STATE, DELTA, LIBERO]
-    assert Transforms(Transforms(said).as_data()).entries == Transforms(said).entries
-    assert Transforms(said).as_data() == said
-    assert Transforms(said).conventions() == {
+    entries: list[dict[str, Any]] = [TURN, STATE, DELTA, LIBERO]
+    assert Transforms(Transforms(entries).as_data()).entries == Transforms(entries).entries
+    assert Transforms(entries).as_data() == entries
+    assert Transforms(entries).conventions() == {
         "orientation": ("transforms has turn_images", "stock"),
         "gripper": ("transforms has gripper", "simulator"),
     }
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("entry", "message"),
     [
         ({"kind": "mirror"}, "entry 1: .*'turn_images', 'state', 'delta_actions', 'gripper'"),
         ({"dims": 3}, "entry 1: Unable to extract tag"),
@@ -108,22 +109,22 @@ def test_they_are_data() -> None:
         ({"kind": "gripper"}, "entry 1: gripper.convention: "),
     ],
 )
-def test_what_is_no_entry_is_named_with_its_place(said: Any, message: str) -> None:
+def test_what_is_no_entry_is_named_with_its_place(entry: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=f"policy.options.transforms, {message}"):
-        Transforms([TURN, said])
+        Transforms([TURN, entry])
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("entry", "message"),
     [
         (STATE | {"take": [9]}, r"takes some of the numbers 0 to 8 of proprioception .*, got \[9\]"),
         (STATE | {"take": []}, r"got \[\]"),
         (DELTA | {"dims": 8}, "dims of 1 to 7, .*got 8"),
     ],
 )
-def test_what_does_not_fit_the_task_is_refused(said: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_the_task_is_refused(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
-        Transforms([said]).spec(SPEC)
+        Transforms([entry]).spec(SPEC)
     with pytest.raises(PolicyError, match="dims of 1 to 4"):
         Transforms([STATE, DELTA | {"dims": 5}]).spec(SPEC)
 

@@ -192,8 +192,8 @@ class Exhaustive:
             if self._fits(choice.peak):
                 yield choice
 
-    def _fits(self, held: Sequence[float]) -> bool:
-        return all(held[i] <= self.problem.memory_limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS))
+    def _fits(self, resident: Sequence[float]) -> bool:
+        return all(resident[i] <= self.problem.memory_limits[pool] * (1 + 1e-12) for i, pool in enumerate(POOLS))
 
     def _useful(self, name: str) -> float:
         """Devices that a component can have."""
@@ -231,13 +231,13 @@ class Exhaustive:
         resident, peak, alone = ({pool: 0.0 for pool in POOLS} for _ in range(3))
         for block, count in zip(blocks, counts, strict=True):
             pool, work = self._pool(block), working_bytes(self.problem, cost.model, block, np.array([count]))[0]
-            held, lent = self._held(block), self._held(block, set(self.graph.names) - names)
-            resident[pool], peak[pool] = max(resident[pool], lent), max(peak[pool], lent + float(work))
-            alone[pool] = max(alone[pool], held + float(work))
+            unshared, shared = self._resident_bytes(block), self._resident_bytes(block, set(self.graph.names) - names)
+            resident[pool], peak[pool] = max(resident[pool], shared), max(peak[pool], shared + float(work))
+            alone[pool] = max(alone[pool], unshared + float(work))
         sizes = (tuple(found.values()) for found in (resident, peak, alone))
         return Choice(names, blocks, counts, groups, m, cost.seconds, switch_seconds(self.problem, blocks), *sizes)
 
-    def _held(self, block: tuple[str, ...], elsewhere: Collection[str] = ()) -> float:
+    def _resident_bytes(self, block: tuple[str, ...], elsewhere: Collection[str] = ()) -> float:
         """Resident bytes of a placement, without weights that a learner in it, or one `elsewhere`, shares."""
         components = self.problem.profile.components
         found, policies = (

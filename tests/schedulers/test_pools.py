@@ -117,7 +117,7 @@ def _single(profile: Profile) -> Iterator[Profile]:
         yield replace(choice, components={n: replace(c, other_pool=None) for n, c in choice.components.items()})
 
 
-def costly_pictures(held: float = 0.0) -> tuple[Workflow, Profile]:
+def costly_pictures(resident_bytes: float = 0.0) -> tuple[Workflow, Profile]:
     """One task whose frames cost a GPU as much as its policy, and cores four times that; each holds so many bytes."""
     times: dict[str, tuple[Pool, float]] = {
         "physics": ("cores", 0.8), "render": ("cores", 16.0), "policy": ("accelerators", 0.25),
@@ -125,8 +125,8 @@ def costly_pictures(held: float = 0.0) -> tuple[Workflow, Profile]:
     }  # fmt: skip
     components = {name: measured(pool, {(1, 1): t / 8, (8, 1): t}) for name, (pool, t) in times.items()}
     for name in ("policy", "learner"):
-        components[name] = replace(components[name], resident_bytes=held, data_parallel=False)
-    gpu = measured("accelerators", {(1, 1): 0.25 / 8, (8, 1): 0.25}, resident_bytes=held)
+        components[name] = replace(components[name], resident_bytes=resident_bytes, data_parallel=False)
+    gpu = measured("accelerators", {(1, 1): 0.25 / 8, (8, 1): 0.25}, resident_bytes=resident_bytes)
     components["render"] = replace(components["render"], other_pool=gpu)
     return tasks(1, [8], [20]), Profile("tasks", {}, components)
 
@@ -168,21 +168,21 @@ def test_without_accelerators_frames_are_drawn_on_cores() -> None:
 
 
 def test_many_components_are_moved_one_by_one_and_nothing_is_certified() -> None:
-    asked: list[Mapping[str, Pool]] = []
+    evaluated: list[Mapping[str, Pool]] = []
     names = [f"render-{i}" for i in range(6)]
     on_gpu = {"render-1", "render-4"}
 
     def time(pools: Mapping[str, Pool]) -> float:
-        asked.append(dict(pools))
+        evaluated.append(dict(pools))
         return float(sum((pool == "accelerators") != (name in on_gpu) for name, pool in pools.items()))
 
     options: dict[str, tuple[Pool, ...]] = {name: ("cores", "accelerators") for name in names}
     assert not planner.explore_pools(options, time)
-    assert min(map(time, list(asked))) == 0
-    assert len(set(map(str, asked))) <= planner.pool_choices(options) == 8
+    assert min(map(time, list(evaluated))) == 0
+    assert len(set(map(str, evaluated))) <= planner.pool_choices(options) == 8
     few = dict(list(options.items())[:3])
-    asked.clear()
-    assert planner.explore_pools(few, time) and len(asked) == planner.pool_choices(few) == 8
+    evaluated.clear()
+    assert planner.explore_pools(few, time) and len(evaluated) == planner.pool_choices(few) == 8
 
 
 def test_both_pools_are_written_and_read(tmp_path: Path) -> None:

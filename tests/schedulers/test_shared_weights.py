@@ -52,7 +52,7 @@ def test_planner_equals_exhaustive_search_with_shared_weights(seed: int) -> None
     be, and the plan has what it is."""
     workflow, profile, cluster = sharing(seed)
     everything = Exhaustive(workflow, profile, cluster)
-    deciders = [profile.components[loop.components[-1]] for loop in workflow.loops]
+    policies = [profile.components[loop.components[-1]] for loop in workflow.loops]
     found = alternatives(workflow, profile, cluster, search=SMALL)
     for mode in MODES:
         best = everything.best(mode)
@@ -61,7 +61,7 @@ def test_planner_equals_exhaustive_search_with_shared_weights(seed: int) -> None
             chosen = found[mode]
             validate(chosen, workflow, cluster, profile)
             assert lowest(chosen) == pytest.approx(best, rel=1e-9)
-            more = 2 * sum(weights.unload_s + weights.load_s for weights in deciders) if chosen.unload else 0.0
+            more = 2 * sum(weights.unload_s + weights.load_s for weights in policies) if chosen.unload else 0.0
             assert best * (1 - 1e-9) <= seconds(chosen) <= (best + more) * (1 + 1e-9)
             assert simulate(chosen, workflow, profile, cluster).seconds == pytest.approx(seconds(chosen), rel=1e-9)
 

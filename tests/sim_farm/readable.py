@@ -51,12 +51,12 @@ def readable(root: Any, ignore: Mapping[str, str]) -> dict[str, bytes | str]:
 
 def differences(one: Mapping[str, bytes | str], other: Mapping[str, bytes | str]) -> list[str]:
     """The paths on which two readings differ, with what is short enough to be shown."""
-    said = []
+    different = []
     for path in sorted(one.keys() | other.keys()):
         left, right = one.get(path), other.get(path)
         if left != right:
-            said.append(f"{path}: {str(left)[:60]} and {str(right)[:60]}")
-    return said
+            different.append(f"{path}: {str(left)[:60]} and {str(right)[:60]}")
+    return different
 
 
 def _plain(value: Any) -> bytes | str | None:

@@ -46,11 +46,11 @@ def block() -> Iterator[Block]:
 
 def test_no_ring_is_lost_between_two_processes(block: Block) -> None:
     """Thousands of questions and answers; each waits for the other's ring, and a lost one would be waited for."""
-    asked, answered, lost = (block.arrays["count"][i : i + 1] for i in range(3))
+    requested, answered, lost = (block.arrays["count"][i : i + 1] for i in range(3))
     theirs, mine = Doorbell(block.arrays["bells"], 0), Doorbell(block.arrays["bells"], 1)
     with subprocess.Popen([sys.executable, "-c", ANSWER, str(block.name)], cwd=ROOT) as process:
         for number in range(1, ROUNDS + 1):
-            asked[0] = number
+            requested[0] = number
             theirs.ring()
             while answered[0] < number:
                 seen = mine.value()

@@ -53,8 +53,8 @@ def test_a_worker_that_is_busy_is_hung_once_it_makes_no_progress_for_so_long(far
     slots["phase"][RENDER] = phase
     slots["since_ns"][RENDER] = ago(50)
     assert hung(slots, RENDER, 60) is None
-    said = hung(slots, RENDER, 40)
-    assert said is not None and said.startswith(f"render 0 has been {slot_layout.PHASES[phase]} for 50.")
+    message = hung(slots, RENDER, 40)
+    assert message is not None and message.startswith(f"render 0 has been {slot_layout.PHASES[phase]} for 50.")
     assert hung(slots, PHYSICS, 40) is None, "another worker's work is not its own"
 
 
@@ -64,8 +64,10 @@ def test_a_request_that_is_not_taken_up_counts_from_when_it_was_made_or_the_last
     slots["requested"][[1, 3]] += 1
     slots["requested_ns"][[1, 3]] = ago(50), ago(20)
     assert hung(slots, PHYSICS, 60) is None and hung(slots, 0, SOON) is None
-    said = hung(slots, PHYSICS, 40)
-    assert said is not None and "physics 1 has been waiting for work for 50." in said and "has not begun" in said
+    message = hung(slots, PHYSICS, 40)
+    assert (
+        message is not None and "physics 1 has been waiting for work for 50." in message and "has not begun" in message
+    )
     slots["since_ns"][PHYSICS] = ago(10)
     assert hung(slots, PHYSICS, 40) is None, "it has done something since"
 

@@ -108,11 +108,11 @@ def test_nothing_is_written_into_the_user_s_home(tmp_path: Path) -> None:
 
 def test_a_settings_file_that_names_no_folders_is_refused(tmp_path: Path) -> None:
     settings = tmp_path / "config.yaml"
-    for text, said in (
+    for text, message in (
         ("bddl_files: /nowhere\ninit_states: /nowhere\n", "names '/nowhere' as bddl_files, which is no folder"),
         ("- 1", "names no folder 'bddl_files'"),
         ("a: [", "cannot be read"),
     ):
         settings.write_text(text)
         found = files_with(tmp_path, str(tmp_path))
-        assert said in found and str(settings) in found and "LIBERO_CONFIG_PATH to a folder without" in found
+        assert message in found and str(settings) in found and "LIBERO_CONFIG_PATH to a folder without" in found

@@ -256,8 +256,8 @@ def states_equal_stock(stock: Stock, spec: TaskSpec, seeds: list[int]) -> list[E
         state = np.stack([result.state for result in results])
         _assert_rows_equal(state, expected["state"], f"seed {seed}: state")
         for name in ("reward", "success", "terminated", "truncated"):
-            told = np.concatenate([getattr(result, name) for result in results[1:]])
-            _assert_rows_equal(told, expected[name], f"seed {seed}: {name}")
+            reported = np.concatenate([getattr(result, name) for result in results[1:]])
+            _assert_rows_equal(reported, expected[name], f"seed {seed}: {name}")
     return theirs
 
 

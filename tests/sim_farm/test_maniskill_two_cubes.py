@@ -83,13 +83,13 @@ def test_a_return_says_how_far_the_task_has_come_whatever_the_length(red: Any) -
     returns = []
     for rest in (0, 10):
         result = red.reset(EpisodeSpec(3))
-        told, step = 0.0, 0
+        total, step = 0.0, 0
         while not result.ended:
             action = two_cubes.act(result.state.astype(np.float64), two_cubes.INSTRUCTIONS[0] if step >= rest else "")
             result = red.step(action.astype(np.float32)[None])
-            told, step = told + float(result.reward.sum()), step + 1
+            total, step = total + float(result.reward.sum()), step + 1
         assert result.success[-1]
-        returns.append(told)
+        returns.append(total)
     assert returns[0] == pytest.approx(returns[1], abs=0.02) and 1.2 < returns[0] < 2.0
 
 
@@ -102,13 +102,13 @@ def test_success_once_and_at_the_end_are_maniskill_s_own() -> None:
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     spec = TaskSpec(f"maniskill/{NAMES[0]}", control_mode="pd_ee_delta_pos", ignore_terminations=True)
-    told: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "obs_mode": "state", "control_mode": "pd_ee_delta_pos", "sim_backend": "physx_cpu", "render_backend": "none",
         "reward_mode": "normalized_dense",
     }  # fmt: skip
     seen = set()
     with closing(make_physics(spec)) as physics:  # which registers the task
-        stock = gym.make(NAMES[0], num_envs=1, **told)
+        stock = gym.make(NAMES[0], num_envs=1, **settings)
         theirs = ManiSkillVectorEnv(stock, auto_reset=False, ignore_terminations=True, record_metrics=True)
         for seed, speed in ((0, 1.0), (0, 0.4), (2, 0.4)):
             theirs.reset(seed=seed)

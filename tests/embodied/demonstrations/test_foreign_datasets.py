@@ -356,13 +356,13 @@ def test_tasks_in_another_order_are_noted(tmp_path: Path) -> None:
         (with_column("task_index", lambda v: [0, 0]), "task_index 0 is both 'task 0' and 'task 1'"),
     ],
 )  # fmt: skip
-def test_tasks_that_are_ambiguous_are_refused(change: Change, said: str, tmp_path: Path) -> None:
+def test_tasks_that_are_ambiguous_are_refused(change: Change, message: str, tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     change_tables(folder / "meta/tasks.parquet", change)
-    if said.startswith("Task"):  # the same text twice is no contradiction
+    if message.startswith("Task"):  # the same text twice is no contradiction
         assert Dataset(folder).tasks == {0: "task 0", 1: "task 1", 5: "task 1"}
     else:
-        assert re.search(said, refusal(folder))
+        assert re.search(message, refusal(folder))
 
 
 # --- features that nobody asked for
@@ -375,8 +375,11 @@ def test_strange_features_and_missing_columns_matter_to_those_who_ask(tmp_path: 
     (folder / "meta/stats.json").unlink()
     dataset = Dataset(folder)
     assert_same(dataset, Dataset(FOREIGN))
-    for name, said in (("odd", r"info.json: features.odd.shape"), ("gone", r"file-000.parquet has 0 columns 'gone'")):
-        with pytest.raises(DatasetError, match=said):
+    for name, message in (
+        ("odd", r"info.json: features.odd.shape"),
+        ("gone", r"file-000.parquet has 0 columns 'gone'"),
+    ):
+        with pytest.raises(DatasetError, match=message):
             dataset.column(name)
 
 
@@ -427,7 +430,7 @@ def test_a_renamed_dataset_pickles_with_its_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rename", "said"),
+    ("rename", "message"),
     [
         ({"image": "observation.images.front"}, r"no feature 'image' .*it has: .*observation.images.top"),
         ({"gaze": "action"}, r"two features would be called 'action'; it has: "),
@@ -435,8 +438,8 @@ def test_a_renamed_dataset_pickles_with_its_names() -> None:
         ({"index": "x"}, r"no feature 'index' that could be called 'x'"),
     ],
 )
-def test_names_that_do_not_fit_are_refused_with_those_that_are_there(rename: dict[str, str], said: str) -> None:
-    assert re.search(said, refusal(FOREIGN, rename=rename))
+def test_names_that_do_not_fit_are_refused_with_those_that_are_there(rename: dict[str, str], message: str) -> None:
+    assert re.search(message, refusal(FOREIGN, rename=rename))
 
 
 # --- encoded pictures
@@ -648,8 +651,8 @@ def test_opening_that_takes_long_shows_its_progress(
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(data_files, "LONG_S", 0.0)
     Dataset(FOREIGN).check_frames()
-    said = capsys.readouterr().out
-    assert "Opening lerobot_dataset: 3 done" in said and "Checking the videos of lerobot_dataset: 3 done" in said
+    output = capsys.readouterr().out
+    assert "Opening lerobot_dataset: 3 done" in output and "Checking the videos of lerobot_dataset: 3 done" in output
 
 
 # --- what a recording of ours has lost

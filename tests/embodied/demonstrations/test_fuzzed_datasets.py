@@ -127,8 +127,8 @@ def test_numbers_that_are_not_finite_are_refused_by_name(bad: float, tmp_path: P
     rows[2]["action"][1] = bad
     wide = table.schema.set(1, pa.field("action", pa.list_(pa.float64(), 2)))
     for path in file.parent.parent.rglob("*.parquet"):
-        said = rows if path == file else pq.read_table(path).to_pylist()
-        pq.write_table(pa.Table.from_pylist(said, wide), path)
+        written = rows if path == file else pq.read_table(path).to_pylist()
+        pq.write_table(pa.Table.from_pylist(written, wide), path)
     dataset = Dataset(tmp_path / "data")
     with pytest.raises(
         DatasetError, match=r"data/data: 'action' has numbers that are not finite, first in row 6 \(episode 1\)"

@@ -54,11 +54,11 @@ def edit(path: Path, change: Callable[[h5py.File], object]) -> Path:
     return path
 
 
-def tell(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def edit_metadata(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     about = path.with_suffix(".json")
-    told = json.loads(about.read_text())
-    change(told)
-    about.write_text(json.dumps(told))
+    metadata = json.loads(about.read_text())
+    change(metadata)
+    about.write_text(json.dumps(metadata))
     return path
 
 
@@ -164,7 +164,7 @@ def test_edited_states_successes_and_entries_are_found(copied: Path, tmp_path: P
         file["traj_1/success"][11] = False
         file.move("traj_2", "traj_9")
 
-    tell(edit(copied, spoil), lambda told: None)
+    edit_metadata(edit(copied, spoil), lambda metadata: None)
     with pytest.raises(UserError) as caught:
         imported(copied, tmp_path / "out")
     assert "none of the 2 episodes" in str(caught.value) and "--tolerance" in str(caught.value)
@@ -188,7 +188,7 @@ def test_a_start_that_no_seed_leads_to_is_used_and_has_no_seed(copied: Path, tmp
             for body in list(file[f"traj_1/env_states/{kind}"]):
                 put(file, f"traj_1/env_states/{kind}/{body}", file[f"traj_1/env_states/{kind}/{body}"][6:])
 
-    tell(edit(copied, cut), lambda told: told["episodes"][1].update(elapsed_steps=6))
+    edit_metadata(edit(copied, cut), lambda metadata: metadata["episodes"][1].update(elapsed_steps=6))
     result, dataset = imported(copied, tmp_path / "out", episodes=("1",), tolerance=0.05)
     assert result["episodes"] == 1 and dataset.episodes[0].spec is None
     with h5py.File(copied) as file:
@@ -207,7 +207,7 @@ def test_another_robots_scene_does_not_reproduce(copied: Path, tmp_path: Path) -
 
 
 def test_recordings_of_the_gpu_say_that_they_deviate(copied: Path) -> None:
-    tell(copied, lambda told: told["env_info"]["env_kwargs"].update(sim_backend="physx_cuda"))
+    edit_metadata(copied, lambda metadata: metadata["env_info"]["env_kwargs"].update(sim_backend="physx_cuda"))
     assert "another solver than PhysX's on the CPU" in ManiSkillFile(copied, None).notes[0]
 
 
@@ -245,7 +245,7 @@ HDF5 = {
 def test_what_the_json_says_and_is_not_here_is_refused_by_name(case: str, copied: Path, tmp_path: Path) -> None:
     change, says = JSON[case]
     with pytest.raises((UserError, FarmError), match=says):
-        imported(tell(copied, change), tmp_path / "out")
+        imported(edit_metadata(copied, change), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -308,9 +308,9 @@ def test_what_is_no_recording_is_named_with_what_is_accepted(
 ) -> None:
     make(tmp_path / "source")
     assert cli.main(["import", str(tmp_path / "source"), "--out", str(tmp_path / "out")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    output = " ".join(capsys.readouterr().err.split())
     for part in (says, "ManiSkill's trajectories", "LIBERO's demonstrations", "robomimic's", "RLDS"):
-        assert part in said
+        assert part in output
 
 
 def test_training_on_a_recording_names_the_command(tmp_path: Path) -> None:

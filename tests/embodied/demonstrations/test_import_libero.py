@@ -78,9 +78,9 @@ def test_what_does_not_reproduce_is_said(edit: Any, why: str, tmp_path: Path) ->
 
 def _edit_env_args(**changes: Any) -> Any:
     def edit(data: h5py.Group) -> None:
-        told = json.loads(data.attrs["env_args"])
-        told["env_kwargs"] |= changes
-        data.attrs["env_args"] = json.dumps(told)
+        env_args = json.loads(data.attrs["env_args"])
+        env_args["env_kwargs"] |= changes
+        data.attrs["env_args"] = json.dumps(env_args)
 
     return edit
 
@@ -115,9 +115,9 @@ def test_robomimics_filter_keys_select_episodes(tmp_path: Path) -> None:
     """In robomimic's layout of a LIBERO task, whose .bddl file stands among the environment's arguments."""
 
     def edit(data: h5py.Group) -> None:
-        told = json.loads(data.attrs["env_args"])
-        told["env_kwargs"]["bddl_file_name"] = data.attrs["bddl_file_name"]
-        data.attrs["env_args"] = json.dumps(told)
+        env_args = json.loads(data.attrs["env_args"])
+        env_args["env_kwargs"]["bddl_file_name"] = data.attrs["bddl_file_name"]
+        data.attrs["env_args"] = json.dumps(env_args)
         del data.attrs["bddl_file_name"]
         data.copy("demo_0", "demo_1")
         data.file["mask/valid"] = np.array([b"demo_1"])

@@ -39,10 +39,10 @@ def edited(folder: Path, change: Callable[[h5py.File, dict[str, Any]], object], 
     """A copy of ManiSkill's recording, changed by `change(file, json)`."""
     path = folder / f"edited{suffix}"
     shutil.copy(RECORDINGS / "pushcube.h5", path)
-    told = json.loads((RECORDINGS / "pushcube.json").read_text())
+    metadata = json.loads((RECORDINGS / "pushcube.json").read_text())
     with h5py.File(path, "r+") as file:
-        change(file, told)
-    path.with_suffix(".json").write_text(json.dumps(told))
+        change(file, metadata)
+    path.with_suffix(".json").write_text(json.dumps(metadata))
     return path
 
 
@@ -66,10 +66,12 @@ def refused(source: Path, out: Path, **settings: Any) -> str:
 @pytest.mark.slow
 def test_maniskills_recording_comes_out_bit_for_bit(tmp_path: Path) -> None:
     """From the command line, drawn anew, and replayed from its seeds by what the dataset says."""
-    out, said = tmp_path / "out", tmp_path / "said.json"
-    command = f"import {RECORDINGS / 'pushcube.h5'} --out {out} --env.image-size 32 --runtime.mode inline --json {said}"
+    out, summary = tmp_path / "out", tmp_path / "said.json"
+    command = (
+        f"import {RECORDINGS / 'pushcube.h5'} --out {out} --env.image-size 32 --runtime.mode inline --json {summary}"
+    )
     assert cli.main(command.split()) == 0
-    result, dataset = json.loads(said.read_text()), Dataset(out)
+    result, dataset = json.loads(summary.read_text()), Dataset(out)
     assert (result["reproduced"], result["reproduced_exactly"], result["largest_deviation"]) == (2, 2, 0)
     assert dataset.batch([0, 31]).frames["base_camera"].shape == (2, 32, 32, 3)
     provenance = json.loads((out / "meta/embodied.json").read_text())
@@ -105,7 +107,7 @@ def test_what_is_idle_is_as_published() -> None:
 
 @pytest.mark.slow
 def test_edited_actions_do_not_reproduce(tmp_path: Path) -> None:
-    def edit(file: h5py.File, told: dict[str, Any]) -> None:
+    def edit(file: h5py.File, metadata: dict[str, Any]) -> None:
         file[f"{SOLVED}/actions"][2, 0] += 0.5
 
     source = edited(tmp_path, edit)
@@ -118,7 +120,7 @@ def test_edited_actions_do_not_reproduce(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_outcome_does_not_reproduce(tmp_path: Path) -> None:
-    def edit(file: h5py.File, told: dict[str, Any]) -> None:
+    def edit(file: h5py.File, metadata: dict[str, Any]) -> None:
         file[f"{SOLVED}/success"][-1] = False
 
     result = imported(edited(tmp_path, edit), tmp_path / "out")
@@ -128,8 +130,8 @@ def test_another_outcome_does_not_reproduce(tmp_path: Path) -> None:
 def test_a_recorded_state_that_no_seed_leads_to(tmp_path: Path) -> None:
     """It begins there all the same, and the dataset names no seed."""
 
-    def edit(file: h5py.File, told: dict[str, Any]) -> None:
-        for entry in told["episodes"]:
+    def edit(file: h5py.File, metadata: dict[str, Any]) -> None:
+        for entry in metadata["episodes"]:
             entry["episode_seed"] = entry["reset_kwargs"]["seed"] = 99
 
     result = imported(edited(tmp_path, edit), tmp_path / "out", tolerance=1e-2)
@@ -138,8 +140,8 @@ def test_a_recorded_state_that_no_seed_leads_to(tmp_path: Path) -> None:
 
 
 def test_episodes_without_an_entry_or_a_group_are_named(tmp_path: Path) -> None:
-    def edit(file: h5py.File, told: dict[str, Any]) -> None:
-        told["episodes"][1]["episode_id"] = 5
+    def edit(file: h5py.File, metadata: dict[str, Any]) -> None:
+        metadata["episodes"][1]["episode_id"] = 5
 
     result = imported(edited(tmp_path, edit), tmp_path / "out")
     assert result["left_out"] == {
@@ -147,34 +149,34 @@ def test_episodes_without_an_entry_or_a_group_are_named(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def _told(**changes: Any) -> Callable[[h5py.File, dict[str, Any]], None]:
-    return lambda file, told: told["env_info"].update(changes)
+def _with_env_info(**changes: Any) -> Callable[[h5py.File, dict[str, Any]], None]:
+    return lambda file, metadata: metadata["env_info"].update(changes)
 
 
 def _linked(link: Any) -> Callable[[h5py.File, dict[str, Any]], None]:
-    def edit(file: h5py.File, told: dict[str, Any]) -> None:
+    def edit(file: h5py.File, metadata: dict[str, Any]) -> None:
         del file[f"{UNSOLVED}/actions"]
         file[f"{UNSOLVED}/actions"] = link
 
     return edit
 
 
-def _virtual(file: h5py.File, told: dict[str, Any]) -> None:
+def _virtual(file: h5py.File, metadata: dict[str, Any]) -> None:
     del file[f"{UNSOLVED}/actions"]
     layout = h5py.VirtualLayout((10, 4), "f4")
     layout[:] = h5py.VirtualSource("elsewhere.h5", "actions", (10, 4))
     file[UNSOLVED].create_virtual_dataset("actions", layout)
 
 
-def _option(file: h5py.File, told: dict[str, Any]) -> None:
-    told["episodes"][0]["reset_kwargs"]["options"] = {"height": 3}
+def _option(file: h5py.File, metadata: dict[str, Any]) -> None:
+    metadata["episodes"][0]["reset_kwargs"]["options"] = {"height": 3}
 
 
-def _other_mode(file: h5py.File, told: dict[str, Any]) -> None:
-    told["episodes"][0]["control_mode"] = "pd_joint_pos"
+def _other_mode(file: h5py.File, metadata: dict[str, Any]) -> None:
+    metadata["episodes"][0]["control_mode"] = "pd_joint_pos"
 
 
-def _old_states(file: h5py.File, told: dict[str, Any]) -> None:
+def _old_states(file: h5py.File, metadata: dict[str, Any]) -> None:
     del file[f"{SOLVED}/env_states"]
     file[f"{SOLVED}/env_states"] = np.zeros((23, 70), np.float32)
 
@@ -182,8 +184,11 @@ def _old_states(file: h5py.File, told: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (_told(env_id="PushCub-v1"), "unknown task 'maniskill/PushCub-v1'; did you mean maniskill/PushCube-v1"),
-        (_told(env_kwargs={"sim_config": {"sim_freq": 240}}), "was recorded with sim_config="),
+        (
+            _with_env_info(env_id="PushCub-v1"),
+            "unknown task 'maniskill/PushCub-v1'; did you mean maniskill/PushCube-v1",
+        ),
+        (_with_env_info(env_kwargs={"sim_config": {"sim_freq": 240}}), "was recorded with sim_config="),
         (_linked(h5py.ExternalLink("other.h5", "/actions")), "links are not followed"),
         (_linked(h5py.SoftLink(f"/{SOLVED}/actions")), "links are not followed"),
         (_virtual, "lies in another file"),
@@ -204,7 +209,9 @@ def test_settings_that_the_recording_has_not(tmp_path: Path) -> None:
     assert "train" in refused(source, tmp_path / "out", episodes=("train",))
     assert "--task names libero/" in refused(source, tmp_path / "out", task="libero/libero_goal/0")
     assert "--tolerance" in refused(source, tmp_path / "out", tolerance=-1.0)
-    absolute = edited(tmp_path, lambda file, told: [e.update(control_mode="pd_joint_pos") for e in told["episodes"]])
+    absolute = edited(
+        tmp_path, lambda file, metadata: [e.update(control_mode="pd_joint_pos") for e in metadata["episodes"]]
+    )
     assert "--drop-idle is for actions that are differences" in refused(absolute, tmp_path / "out", drop_idle=True)
     assert "takes 8: it was recorded with another robot" in refused(absolute, tmp_path / "out")
     absolute.with_suffix(".json").unlink()

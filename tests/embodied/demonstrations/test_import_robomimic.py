@@ -49,9 +49,9 @@ def test_robomimics_recording_needs_its_task_named(opened: Callable[[str], Path]
     file = RobosuiteFile(source, TASK)
     assert file.subsets == {"train": ("demo_2",), "valid": ()} and chosen(file, ("train",)) == ("demo_2",)
     recording = file.read("demo_2")
-    with h5py.File(source) as held:
-        np.testing.assert_array_equal(recording.states["state"], held["data/demo_2/states"][1:])
-        np.testing.assert_array_equal(recording.start["state"], held["data/demo_2/states"][0])
+    with h5py.File(source) as original:
+        np.testing.assert_array_equal(recording.states["state"], original["data/demo_2/states"][1:])
+        np.testing.assert_array_equal(recording.start["state"], original["data/demo_2/states"][0])
     with pytest.raises(UserError, match=r"the task's \d+: it is a recording of another task or robot"):
         imported(source, tmp_path / "out", task="libero/libero_goal/0")
 

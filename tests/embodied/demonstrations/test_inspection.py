@@ -154,7 +154,7 @@ def understood(
     return inspected(read_demonstrations(config, environment.info), config, environment)
 
 
-def said(found: Inspection) -> str:
+def findings_of(found: Inspection) -> str:
     return " | ".join(finding.text for finding in found.findings)
 
 
@@ -202,7 +202,7 @@ def test_nothing_is_written_where_the_data_is_refused(ours: Path, reach: Environ
 
 def test_tiny_actions_are_odd(ours: Path, reach: Environment, tmp_path: Path) -> None:
     folder = with_column(foreign(ours, tmp_path / "tiny"), "action", lambda values: values / 50)
-    assert "of the range that tabletop/reach takes: are they in other units" in said(understood(reach, folder))
+    assert "of the range that tabletop/reach takes: are they in other units" in findings_of(understood(reach, folder))
 
 
 def test_a_policy_of_ours_may_say_more_than_the_environment_takes(
@@ -211,7 +211,7 @@ def test_a_policy_of_ours_may_say_more_than_the_environment_takes(
     folder = with_column(Path(shutil.copytree(ours, tmp_path / "ours")), "action", lambda values: 4 * values)
     found = understood(reach, folder)
     assert not found.refused
-    assert "clipped by the environment" in said(found)
+    assert "clipped by the environment" in findings_of(found)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,13 @@ def test_a_gripper_in_another_convention_names_what_mends_it(
     folder = with_column(shutil.copytree(grasps, tmp_path / "other"), "action", changed)
     found = understood(grasp, folder, settings=settings)
     assert bool(found.refused) == converted
-    assert f"--sft.gripper {option}" in said(found)
+    assert f"--sft.gripper {option}" in findings_of(found)
     if converted:
         with pytest.raises(UserError, match="--sft.insist gripper"):
             found.raise_refusals()
     config = config_of(folder, settings=settings, gripper=option)
     mended = read_demonstrations(config, grasp.info)
-    assert "gripper" not in said(inspected(mended, config, grasp))
+    assert "gripper" not in findings_of(inspected(mended, config, grasp))
     original = Dataset(grasps)
     assert np.array_equal(mended.column("action"), original.column("action")[mended.train])
     for _, batch in mended.batches(mended.train[:4], 2, ()):
@@ -260,13 +260,13 @@ def test_a_gripper_in_other_units_is_refused_and_one_that_never_moves_is_said(
         understood(grasp, widths, settings=settings).raise_refusals()
     closed = with_column(shutil.copytree(grasps, tmp_path / "closed"), "action", lambda v: np.minimum(v, [9, 9, 9, -1]))
     found = understood(grasp, closed, settings=settings)
-    assert not found.refused and "is always -1: the policy learns neither to open nor to close" in said(found)
+    assert not found.refused and "is always -1: the policy learns neither to open nor to close" in findings_of(found)
 
 
 def test_a_gripper_of_two_ends_where_the_environment_takes_0_to_1(grasps: Path, tmp_path: Path) -> None:
     settings = {**SETTINGS, "env": {**SETTINGS["env"], "task": GRASP.name, "gripper": "inverted"}}
     environment = observed(task_spec(parse_config(settings, "test")))
-    assert "--env.gripper simulator" in said(understood(environment, grasps, settings=settings))
+    assert "--env.gripper simulator" in findings_of(understood(environment, grasps, settings=settings))
 
 
 def test_a_rate_that_is_not_the_environments_is_refused(ours: Path, reach: Environment, tmp_path: Path) -> None:
@@ -308,12 +308,14 @@ def test_frames_that_stand_on_their_heads_are_odd(tmp_path: Path, camera: str) -
     (tmp_path / "turned/meta/embodied.json").unlink()
     upright = {**SETTINGS, "env": {**env, "orientation": "upright"}}
     environment = observed(task_spec(parse_config(upright, "test")), draw=True)
-    assert "--env.orientation rotated" in said(understood(environment, tmp_path / "turned", settings=upright))
+    assert "--env.orientation rotated" in findings_of(understood(environment, tmp_path / "turned", settings=upright))
     alike = observed(turned, draw=True)
-    assert "correlation" not in said(understood(alike, tmp_path / "turned", settings=settings))
+    assert "correlation" not in findings_of(understood(alike, tmp_path / "turned", settings=settings))
     (tmp_path / "turned/meta/import.json").write_text('{"conventions": {"orientation": "upright"}}')
-    told = said(understood(alike, tmp_path / "turned", settings=settings))
-    assert "frames of meta/import.json are upright, and env.orientation is rotated: --env.orientation upright" in told
+    message = findings_of(understood(alike, tmp_path / "turned", settings=settings))
+    assert (
+        "frames of meta/import.json are upright, and env.orientation is rotated: --env.orientation upright" in message
+    )
 
 
 def test_cameras_that_have_changed_places_are_odd(tmp_path: Path) -> None:
@@ -325,15 +327,17 @@ def test_cameras_that_have_changed_places_are_odd(tmp_path: Path) -> None:
     ]
     write(tmp_path / "both", environment.info, episodes)
     (tmp_path / "both/meta/embodied.json").unlink()
-    assert "look like" not in said(understood(environment, tmp_path / "both", settings=settings))
+    assert "look like" not in findings_of(understood(environment, tmp_path / "both", settings=settings))
     front, wrist = "observation.images.front", "observation.images.wrist"
-    swapped = said(understood(environment, tmp_path / "both", settings=settings, features={front: wrist, wrist: front}))
+    swapped = findings_of(
+        understood(environment, tmp_path / "both", settings=settings, features={front: wrist, wrist: front})
+    )
     assert "frames of front look like the environment's wrist" in swapped
 
 
 def test_states_of_another_robot_are_odd(ours: Path, reach: Environment, tmp_path: Path) -> None:
     folder = with_column(foreign(ours, tmp_path / "far"), "observation.state", lambda values: values + 3)
-    assert "is not where the environment's episodes begin" in said(understood(reach, folder))
+    assert "is not where the environment's episodes begin" in findings_of(understood(reach, folder))
 
 
 def test_instructions_that_the_task_never_gives_are_odd(ours: Path, reach: Environment, tmp_path: Path) -> None:
@@ -341,7 +345,7 @@ def test_instructions_that_the_task_never_gives_are_odd(ours: Path, reach: Envir
     path = folder / "meta/tasks.parquet"
     table = pq.ParquetFile(path).read()
     pq.write_table(table.set_column(1, "task", pa.array(["wave"] * len(table))), path)
-    assert "no instruction is 'move the gripper to the green ball'" in said(understood(reach, folder))
+    assert "no instruction is 'move the gripper to the green ball'" in findings_of(understood(reach, folder))
 
 
 def test_dimensions_that_explode_when_they_are_normalised_are_named(
@@ -468,11 +472,11 @@ def test_only_solved_episodes(ours: Path, reach: Environment, tmp_path: Path) ->
         pq.write_table(table.set_column(table.column_names.index("success"), "success", outcome), path)
     (facts,) = understood(reach, failed, only_successes=True).datasets
     assert sorted(facts.learned_from + facts.held_out) == [1, 2, 4, 5, 6, 7]
-    untold = without(foreign(failed, tmp_path / "untold"), "next.success")
-    for path in (untold / "meta/episodes").glob("*/*.parquet"):
+    unlabelled = without(foreign(failed, tmp_path / "untold"), "next.success")
+    for path in (unlabelled / "meta/episodes").glob("*/*.parquet"):
         pq.write_table(pq.ParquetFile(path).read().drop_columns(["success"]), path)
     with pytest.raises(UserError, match="does not say which episodes were solved"):
-        understood(reach, untold, only_successes=True)
+        understood(reach, unlabelled, only_successes=True)
 
 
 def test_the_same_data_twice_is_refused_under_any_name(ours: Path, reach: Environment, tmp_path: Path) -> None:
@@ -487,11 +491,11 @@ def test_the_same_data_twice_is_refused_under_any_name(ours: Path, reach: Enviro
 def test_copies_of_held_out_episodes_are_not_learned_from(ours: Path, reach: Environment) -> None:
     found = read_demonstrations(config_of(ours, ours, insist=["repeated"], holdout=0.3), reach.info)
     columns = np.concatenate([dataset.column("action") for dataset in found.datasets])
-    held = {row.tobytes() for row in columns[found.held_out]}
-    assert not held & {row.tobytes() for row in columns[found.train]}
+    held_out = {row.tobytes() for row in columns[found.held_out]}
+    assert not held_out & {row.tobytes() for row in columns[found.train]}
     assert all(source.held_out for source in found.sources)
     assert sum(source.copies for source in found.sources) > 0
-    assert "copies of held-out ones" in said(inspected(found, None, None))
+    assert "copies of held-out ones" in findings_of(inspected(found, None, None))
 
 
 def test_each_dataset_is_represented_among_the_held_out(ours: Path, reach: Environment) -> None:

@@ -105,8 +105,8 @@ def retyped(part: str, kind: pa.DataType, *names: str) -> Change:
 def without_keys(*keys: str) -> Change:
     def change(folder: Path) -> None:
         path = folder / "meta/info.json"
-        said = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in said.items() if key not in keys}))
+        info = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in info.items() if key not in keys}))
 
     return change
 

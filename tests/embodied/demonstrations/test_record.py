@@ -142,8 +142,8 @@ def test_wordings_are_recorded_in_turn_in_place_of_the_tasks_own(recording: Data
     config, wordings = configuration(recording.task.name), ("go to the ball", "reach for it")
     record_run("test", config, None, tmp_path / "demos", 3, False, Path("no-runs"), wordings)
     found = Dataset(tmp_path / "demos")
-    told = [found.batch([episode.begin, episode.end - 1], 1, ()).instruction for episode in found.episodes]
-    assert told == [(wordings[0],) * 2, (wordings[1],) * 2, (wordings[0],) * 2]
+    instructions = [found.batch([episode.begin, episode.end - 1], 1, ()).instruction for episode in found.episodes]
+    assert instructions == [(wordings[0],) * 2, (wordings[1],) * 2, (wordings[0],) * 2]
     assert (found.column("action") == recording.column("action")).all(), "who acts was told something else"
     with pytest.raises(UserError, match="--instructions"):
         record_run("test", config, None, tmp_path / "other", 1, False, Path("no-runs"), ("", "go"))
@@ -161,10 +161,10 @@ def test_disturbed_episodes_show_what_the_policy_would_have_done_where_it_came_t
         assert np.array_equal(once.column(column), again.column(column)), "another stream of disturbances"
     rows = once.batch(list(range(len(once))))
     assert rows.state is not None
-    said = [
+    labels = [
         tabletop.act(state.astype(np.float64), text) for state, text in zip(rows.state, rows.instruction, strict=True)
     ]
-    assert np.array_equal(rows.actions[:, 0], np.array(said, np.float32))
+    assert np.array_equal(rows.actions[:, 0], np.array(labels, np.float32))
     task, (first, *_) = once.task, once.episodes
     assert task is not None and first.spec is not None
     with closing(make_physics(task)) as physics:
@@ -289,8 +289,8 @@ def test_the_newest_checkpoint_of_a_run_acts_whatever_the_size_of_the_recorded_p
     optimizer = torch.optim.Adam(policy.parameters())
     checkpoint.write(tmp_path / "run/checkpoints", checkpoint.RunState(1, 0, 0.0, ()), policy, optimizer, {})
     env = config.env.model_copy(update={"cameras": ("side",), "image_size": 48, "max_episode_steps": 6})
-    asked = config.model_copy(update={"env": env})
-    record_run("run", asked, None, tmp_path / "demos", 2, False, tmp_path)
+    changed = config.model_copy(update={"env": env})
+    record_run("run", changed, None, tmp_path / "demos", 2, False, tmp_path)
     batch = Dataset(tmp_path / "demos").batch(range(12))
     assert batch.frames["side"].shape == (12, 48, 48, 3)
     assert np.allclose(batch.actions, policy.act(batch.inputs(), None).chunk.numpy(), atol=1e-6)

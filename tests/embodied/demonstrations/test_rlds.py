@@ -115,8 +115,8 @@ def test_other_names_kinds_and_splits(tmp_path: Path, capsys: pytest.CaptureFixt
     assert dataset.column("note")[:3].tolist() == ["é0", "é1", "é2"]
     assert sorted(result["features_left_out"]) == [f"observation/{name}" for name in ("depth", "distance", "points")]
     assert result["odd"]["the last action is zero"] == 3
-    said = " ".join(capsys.readouterr().out.split())
-    assert "left out: observation/depth" in said and "in 3 of 3 episodes the last action is zero" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "left out: observation/depth" in output and "in 3 of 3 episodes the last action is zero" in output
 
 
 def test_selected_solved_and_moving(tmp_path: Path) -> None:

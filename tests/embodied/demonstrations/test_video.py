@@ -117,11 +117,11 @@ def test_frames_are_those_of_the_rows_times() -> None:
 @pytest.mark.parametrize("frames", [0.6, -0.6, 1.0, -1.0, 3.0])
 def test_an_episode_that_begins_elsewhere_is_refused_by_file_episode_and_deviation(frames: float) -> None:
     """Both ways: its time is said too late, or its frames are shown too late."""
-    for shown, said in ((TIMES, late(4, frames)), (np.sort(late(4, frames)), TIMES)):
+    for shown, timestamps in ((TIMES, late(4, frames)), (np.sort(late(4, frames)), TIMES)):
         if len(np.unique(np.round(shown, 6))) < 20:
             continue  # no file has two frames at one time
         with pytest.raises(DatasetError, match=r"file.mp4: .*(episode|episodes 3 and|episodes) 4") as refused:
-            match_frames(table(shown), said, EPISODES, 10)
+            match_frames(table(shown), timestamps, EPISODES, 10)
         assert "the file has 20 frames, and 20 rows refer to it" in str(refused.value)
 
 
@@ -159,9 +159,9 @@ def test_a_file_with_fewer_frames_than_rows_is_refused() -> None:
 
 def test_rows_that_would_share_a_frame_are_refused() -> None:
     """LeRobot reads these without a word: every episode is said to begin at 0."""
-    said = np.concatenate([np.arange(n) / 10 for n in (5, 8, 7)])
+    timestamps = np.concatenate([np.arange(n) / 10 for n in (5, 8, 7)])
     with pytest.raises(DatasetError, match=r"the frame at 0.0000 s would belong to two rows, of episodes 3 and 4"):
-        match_frames(table(TIMES), said, EPISODES, 10)
+        match_frames(table(TIMES), timestamps, EPISODES, 10)
 
 
 def test_a_file_that_begins_late_as_a_whole_is_read_from_its_first_frame() -> None:

@@ -76,8 +76,8 @@ def test_zeros_before_a_row_are_no_part_of_it(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_once_and_no_row_is_lost(tmp_path: Path) -> None:
-    said: list[str] = []
-    with MetricsWriter(tmp_path, say=said.append) as writer:
+    messages: list[str] = []
+    with MetricsWriter(tmp_path, say=messages.append) as writer:
 
         def add(number: int) -> None:
             writer.write(number, number, {"a": 1.0 / number})
@@ -91,20 +91,25 @@ def test_a_full_disk_is_told_once_and_no_row_is_lost(tmp_path: Path) -> None:
         assert [row["iteration"] for row in read(tmp_path)] == [1]
         add(5)
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4, 5]
-    assert len(said) == 2 and "File too large" in said[0] and "free some room" in said[0] and "has all rows" in said[1]
+    assert (
+        len(messages) == 2
+        and "File too large" in messages[0]
+        and "free some room" in messages[0]
+        and "has all rows" in messages[1]
+    )
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
 def test_tensorboard_that_has_no_room_does_not_end_a_run(tmp_path: Path) -> None:
-    said: list[str] = []
-    with MetricsWriter(tmp_path, say=said.append) as writer:
+    messages: list[str] = []
+    with MetricsWriter(tmp_path, say=messages.append) as writer:
         with full_disk(1000):
             for number in range(1, 5):
                 writer.write(
                     number, number, {f"a long name of a metric {n}": 0.5 for n in range(5 if number > 1 else 1)}
                 )
         assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4]
-    assert len(said) == 1 and "TensorBoard's files end here" in said[0]
+    assert len(messages) == 1 and "TensorBoard's files end here" in messages[0]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

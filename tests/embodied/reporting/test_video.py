@@ -70,8 +70,8 @@ def test_failures_come_first_and_outcomes_show_at_the_end(tmp_path: Path) -> Non
 def test_an_ended_episode_holds_its_last_frame(tmp_path: Path) -> None:
     write_tiled(tmp_path / "v.mp4", [episode(6, False, "seed 0"), episode(30, True, "seed 1")], FPS)
     frames, _ = read_back(tmp_path / "v.mp4")
-    held, last = (np.array_split(frames[index], 2, axis=1)[0].astype(int) for index in (6, -1))
-    assert np.abs(held - last).mean() < 2
+    ended, last = (np.array_split(frames[index], 2, axis=1)[0].astype(int) for index in (6, -1))
+    assert np.abs(ended - last).mean() < 2
     running, last = (np.array_split(frames[index], 2, axis=1)[1].astype(int) for index in (6, -1))
     assert np.abs(running - last).mean() > 2
 

@@ -301,9 +301,9 @@ def test_what_peft_merges_is_what_the_adapter_computes(base, tmp_path, config):
     peft_saves(base, tmp_path, **config)
     edit(tmp_path / "adapter", base_model_name_or_path=None)
     inputs = random_inputs(ONE_ACTION, 2, seed=1)
-    said = adapted(base, tmp_path / "adapter").act(inputs, None).log_prob
-    assert error(said, plain(tmp_path / "merged").act(inputs, None).log_prob) <= 2e-4
-    assert error(said, plain(base).act(inputs, None).log_prob) > 1e-3
+    adapted_log_prob = adapted(base, tmp_path / "adapter").act(inputs, None).log_prob
+    assert error(adapted_log_prob, plain(tmp_path / "merged").act(inputs, None).log_prob) <= 2e-4
+    assert error(adapted_log_prob, plain(base).act(inputs, None).log_prob) > 1e-3
 
 
 @pytest.mark.parametrize("targets", [LAYERS, LISTED], ids=["regex", "list"])

@@ -66,11 +66,11 @@ def test_an_action_is_demonstrated_by_the_token_that_says_it(tiny, kind, spec, g
     tokens = torch.arange(first + 1, vocab)[:, None].expand(-1, policy.noise_dim)
     actions = bin_centres(policy, tokens)
     again = token_of(policy.normalised(actions, torch.ones(actions.shape[:2], dtype=torch.bool), None), vocab)
-    said = tokens.view(again.shape)
-    assert torch.equal(again[..., :-1], said[..., :-1])
+    target = tokens.view(again.shape)
+    assert torch.equal(again[..., :-1], target[..., :-1])
     if gripper != "raw":  # 1 or 0, open or closed
-        said = torch.where(action_of(said, vocab) > 0.5, first, vocab - BINS // 2)
-    assert torch.equal(again[..., -1], said[..., -1])
+        target = torch.where(action_of(target, vocab) > 0.5, first, vocab - BINS // 2)
+    assert torch.equal(again[..., -1], target[..., -1])
 
 
 def test_actions_beyond_the_percentiles_are_clipped_and_constant_ones_are_zero(tiny):

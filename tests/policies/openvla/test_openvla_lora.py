@@ -329,9 +329,9 @@ def test_without_its_adapter_a_policy_is_one_that_never_had_any(kind, spec, tiny
     before, expected = (p.evaluate(inputs, trace).log_prob for p in (policy, plain))
     with policy.without_adapter():
         found, acted = policy.evaluate(inputs, trace).log_prob, policy.act(inputs, noise)
-    said = plain.act(inputs, noise)
-    assert torch.equal(found, expected) and torch.equal(acted.log_prob, said.log_prob)
-    assert torch.equal(acted.chunk, said.chunk)
+    plain_action = plain.act(inputs, noise)
+    assert torch.equal(found, expected) and torch.equal(acted.log_prob, plain_action.log_prob)
+    assert torch.equal(acted.chunk, plain_action.chunk)
     assert not torch.equal(found, before), "the adapter does nothing: nothing was tested"
     again = policy.evaluate(inputs, trace).log_prob
     assert torch.equal(again, before)

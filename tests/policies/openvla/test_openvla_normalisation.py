@@ -190,13 +190,13 @@ def test_percentiles_that_are_swapped_are_refused(tmp_path):
     """Every action would be mirrored."""
     folder = Path(write_tiny(str(tmp_path / "tiny")))
     path = folder / STATISTICS
-    said = read_datasets(folder, json.loads((folder / "config.json").read_text()))
-    entry = said["tiny"]["action"]
+    datasets = read_datasets(folder, json.loads((folder / "config.json").read_text()))
+    entry = datasets["tiny"]["action"]
     entry["q01"], entry["q99"] = entry["q99"], entry["q01"]
-    path.write_text(json.dumps(said))
+    path.write_text(json.dumps(datasets))
     with pytest.raises(PolicyError, match="q01 is above q99 in dimension 0. Copy dataset_statistics.json again"):
         make("openvla", ONE_ACTION, folder, unnorm_key="tiny")
     del entry["q01"]
-    path.write_text(json.dumps(said))
+    path.write_text(json.dumps(datasets))
     with pytest.raises(PolicyError, match="it lacks 'q01'"):
         make("openvla", ONE_ACTION, folder, unnorm_key="tiny")

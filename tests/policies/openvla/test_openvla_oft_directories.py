@@ -55,9 +55,9 @@ def test_it_computes_what_the_formulas_say(adapters, tmp_path):
     policy = oft(folder, **USED)
     inputs = random_inputs(SPEC, 3, seed=1)  # prompts of three lengths
     with torch.no_grad():
-        said = policy.action_head(policy.states(inputs))
+        predicted = policy.action_head(policy.states(inputs))
     expected = plain(folder, policy, inputs)
-    assert error(said, expected) <= 2e-5 and expected.abs().max() > 1
+    assert error(predicted, expected) <= 2e-5 and expected.abs().max() > 1
     action = policy.act(inputs, None)
     entry = next(iter(json.loads((folder / "config.json").read_text())["norm_stats"].values()))["action"]
     low, high = (torch.tensor(entry[name], dtype=torch.float64) for name in ("q01", "q99"))
@@ -71,9 +71,9 @@ def test_each_side_file_counts(directory):
     whole = oft(directory, **USED).act(inputs, None).chunk
     for option in ({"film": False}, {"proprio": False}, {"head": "tokens"}):
         assert error(oft(directory, **USED | option).act(inputs, None).chunk, whole) > 1e-2, option
-    told = oft(directory, **USED)
+    complete = oft(directory, **USED)
     others = random_inputs(SPEC, 2, seed=1, texts=("lift", "lift"))
-    assert error(*(told.vision_features(each) for each in (inputs, others))) > 1e-2
+    assert error(*(complete.vision_features(each) for each in (inputs, others))) > 1e-2
 
 
 def test_the_towers_are_those_of_the_file(directory):
@@ -122,8 +122,8 @@ def test_saved_as_safetensors_and_exported_as_published(directory, tmp_path):
         assert all(tensor.shape == after[key].shape for key, tensor in before.items())
     assert error(oft(tmp_path / "exported", **USED).act(inputs, None).chunk, chunk) == 0
     with torch.no_grad():
-        said = policy.action_head(policy.states(inputs))
-    assert error(said, plain(tmp_path / "exported", policy, inputs)) <= 2e-5
+        predicted = policy.action_head(policy.states(inputs))
+    assert error(predicted, plain(tmp_path / "exported", policy, inputs)) <= 2e-5
 
 
 @pytest.mark.parametrize("parts", [["language", "projector"], ["language", "vision"]], ids=str)
@@ -158,11 +158,11 @@ def refusal(folder: Path, kind: str = "openvla_oft", **options: Any) -> str:
 
 
 def test_a_file_that_nothing_uses_is_refused_by_name_with_its_option(folder):
-    said = refusal(folder)
+    message = refusal(folder)
     for name in NAMES:
-        assert str(folder / name) in said
+        assert str(folder / name) in message
     for way in ("options.head to l1", "options.proprio to true", "options.film to true"):
-        assert f"set policy.{way}" in said
+        assert f"set policy.{way}" in message
     assert "vision_backbone" in refusal(folder, head="l1", proprio=True)
     assert "proprio_projector" in refusal(folder, head="tokens", film=False)
     assert "action_head" in refusal(folder, proprio=False, film=True)

@@ -55,8 +55,10 @@ def peft_adapter(base: Path, target: Path, **config: Any) -> dict[str, torch.Ten
     stand = Stand(base)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        said = LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": LEROBOTS, "init_lora_weights": False, **config})
-        model = get_peft_model(stand, said)
+        lora_config = LoraConfig(
+            **{"r": 2, "lora_alpha": 6, "target_modules": LEROBOTS, "init_lora_weights": False, **config}
+        )
+        model = get_peft_model(stand, lora_config)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data *= 0.2

@@ -90,8 +90,8 @@ def test_units_of_openpi(case: Case, norm: str) -> None:
     state, actions = case["raw.state"], case["raw.actions"]
     torch.testing.assert_close(units.state.normalise(state), case[f"norm.{norm}.state"], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(units.action.normalise(actions), case[f"norm.{norm}.actions"], rtol=1e-9, atol=1e-12)
-    said, expected = case[f"unnorm.{norm}.in"][..., :7], case[f"unnorm.{norm}.out"][..., :7]
-    torch.testing.assert_close(units.action.unnormalise(said), expected, rtol=1e-9, atol=1e-12)
+    normalised, expected = case[f"unnorm.{norm}.in"][..., :7], case[f"unnorm.{norm}.out"][..., :7]
+    torch.testing.assert_close(units.action.unnormalise(normalised), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_units_of_lerobot(case: Case) -> None:
@@ -105,12 +105,12 @@ def test_units_of_lerobot(case: Case) -> None:
 def test_tokens_of_openpi(case: Case) -> None:
     sizes = case.network.sizes
     prompts = Prompts(case.folder / "checkpoint", sizes.prompt_len, "openpi")
-    asked = tuple(case.meta["prompts"])
+    wordings = tuple(case.meta["prompts"])
     state = case[f"norm.{case.norm}.state"] if sizes.adaptive else None
-    tokens, counted = prompts.batch(asked, state)
+    tokens, counted = prompts.batch(wordings, state)
     assert torch.equal(tokens, case["tokenized_prompt"]) and torch.equal(counted, case["tokenized_prompt_mask"])
     if sizes.adaptive:  # pi05_libero has no state in its prompt
-        tokens, counted = prompts.batch(asked, None)
+        tokens, counted = prompts.batch(wordings, None)
         for row in range(2):
             assert torch.equal(tokens[row], case[f"tokens.stateless.{row}"])
             assert torch.equal(counted[row], case[f"tokens.stateless_mask.{row}"])
@@ -121,11 +121,11 @@ def test_texts_of_lerobot(case: Case) -> None:
     sizes, folder = case.network.sizes, case.folder / "checkpoint_lerobot"
     older = Prompts(folder, sizes.prompt_len, "lerobot-0.4", sizes.action_dim)
     state = [*case[f"norm.{case.norm}.state"]] if sizes.adaptive else [None, None]
-    asked = case.meta["prompts"]
-    assert [older.text(a, s) for a, s in zip(asked, state, strict=True)] == meta["prompt_text_lerobot_0_4_4"]
+    wordings = case.meta["prompts"]
+    assert [older.text(a, s) for a, s in zip(wordings, state, strict=True)] == meta["prompt_text_lerobot_0_4_4"]
     if sizes.adaptive:  # later ones do not fill states up, as openpi
         newer = Prompts(folder, sizes.prompt_len, "lerobot")
-        assert [newer.text(a, s) for a, s in zip(asked, state, strict=True)] == meta["prompt_text_openpi"]
+        assert [newer.text(a, s) for a, s in zip(wordings, state, strict=True)] == meta["prompt_text_openpi"]
 
 
 def test_a_prompt_that_does_not_fit_is_refused(case: Case, tmp_path: Path) -> None:

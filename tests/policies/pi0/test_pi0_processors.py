@@ -92,8 +92,8 @@ def test_actions_are_relative_to_the_state_but_for_excluded_joints(
 def test_excluded_joints_that_no_name_has_are_said(folder: Path) -> None:
     """LeRobot takes their numbers as relative, without a word."""
     relative(folder, exclude_joints=["hand", "gripper"])
-    said = [text for text in Pi0.assumed({"checkpoint": str(folder)}) if "relative" in text]
-    assert len(said) == 1 and "excludes hand, which is in none of its action_names" in said[0]
+    sentences = [text for text in Pi0.assumed({"checkpoint": str(folder)}) if "relative" in text]
+    assert len(sentences) == 1 and "excludes hand, which is in none of its action_names" in sentences[0]
 
 
 def test_what_is_learned_is_relative_and_log_probs_are_of_what_acted(folder: Path) -> None:
@@ -103,11 +103,11 @@ def test_what_is_learned_is_relative_and_log_probs_are_of_what_acted(folder: Pat
     action = policy.act(inputs, noise)
     assert (policy.evaluate(inputs, action.trace).log_prob - action.log_prob).abs().max() < 1e-4
     assert inputs.proprio is not None
-    said = torch.randn(3, 6, 7, generator=torch.Generator().manual_seed(2))
+    actions = torch.randn(3, 6, 7, generator=torch.Generator().manual_seed(2))
     shift = torch.cat([inputs.proprio[:, None, :6], torch.zeros(3, 1, 1)], -1)
-    losses = policy.imitate(inputs, said + shift, counted, noise), plain().imitate(inputs, said, counted, noise)
+    losses = policy.imitate(inputs, actions + shift, counted, noise), plain().imitate(inputs, actions, counted, noise)
     assert (losses[0] - losses[1]).abs().max() < 1e-5
-    assert (policy.imitate(inputs, said, counted, noise) - losses[1]).abs().max() > 1e-3
+    assert (policy.imitate(inputs, actions, counted, noise) - losses[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["delta_actions_processor", "relative_actions_processor"])
@@ -166,16 +166,16 @@ def with_modes(folder: Path, state: str, action: str) -> dict[str, Json]:
 @pytest.mark.parametrize("state", MODES)
 @pytest.mark.parametrize("action", MODES)
 def test_each_feature_has_its_own_mode(state: str, action: str, folder: Path) -> None:
-    said = with_modes(folder, state, action)
+    stats = with_modes(folder, state, action)
     units, x = read_lerobot(folder), torch.randn(50, 7, dtype=torch.float64)
     for found, key, mode in ((units.state, "observation.state", state), (units.action, "action", action)):
-        expected = MODES[mode](x, {name: tensor.double() for name, tensor in said[key].items()})
+        expected = MODES[mode](x, {name: tensor.double() for name, tensor in stats[key].items()})
         assert (found.normalise(x) - expected).abs().max() < 1e-6
         assert (found.unnormalise(expected) - x).abs().max() < 1e-6
 
 
 def test_numbers_that_never_change_have_eps_as_their_range(folder: Path) -> None:
-    said = with_modes(folder, "MEAN_STD", "MIN_MAX")
+    stats = with_modes(folder, "MEAN_STD", "MIN_MAX")
     path = next(folder.glob("*_normalizer_processor.safetensors"))
     flat = load_file(path)
     flat["observation.state.std"][2] = flat["action.max"][3] = 0
@@ -186,7 +186,7 @@ def test_numbers_that_never_change_have_eps_as_their_range(folder: Path) -> None
         step_of(folder, file, name, lambda s: s["config"].update(eps=1e-4))
     units = read_lerobot(folder)
     assert float(units.state.scale[2]) == pytest.approx(1e-4)
-    assert float(units.state.scale[1]) == pytest.approx(float(said["observation.state"]["std"][1]) + 1e-4)
+    assert float(units.state.scale[1]) == pytest.approx(float(stats["observation.state"]["std"][1]) + 1e-4)
     assert float(units.action.unnormalise(torch.zeros(7))[3]) == pytest.approx(0.5e-4)
 
 
@@ -515,16 +515,16 @@ def statistics(folder: Path) -> Path:
 @pytest.mark.parametrize("family", ["pi0", "pi05"])
 def test_normalisation_is_an_option_of_the_training(family: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(GOLDEN / family / "checkpoint", tmp_path / "checkpoint"))
-    said = json.loads(statistics(folder).read_text())["norm_stats"]["actions"]
-    mean, std, q01, q99 = (torch.tensor(said[n][:7], dtype=torch.float64) for n in ("mean", "std", "q01", "q99"))
+    stats = json.loads(statistics(folder).read_text())["norm_stats"]["actions"]
+    mean, std, q01, q99 = (torch.tensor(stats[n][:7], dtype=torch.float64) for n in ("mean", "std", "q01", "q99"))
     scales = {"z-score": std + 1e-6, "quantile": (q99 - q01 + 1e-6) / 2}
     default, other = ("z-score", "quantile") if family == "pi0" else ("quantile", "z-score")
     for option, expected in (("auto", default), (default, default), (other, other)):
         policy = make(family, checkpoint=str(folder), normalisation=option, state_in_prompt=family == "pi05")
         assert torch.allclose(policy.units.action.scale, scales[expected], rtol=0, atol=1e-12)
         assert policy.architecture()["normalisation"] == expected
-    (said,) = [s for s in Pi0.assumed({"checkpoint": str(folder)}) if "z-scores" in s]
-    assert f"{default} is taken" in said and f"policy.options.normalisation: {other}" in said
+    (assumption,) = [s for s in Pi0.assumed({"checkpoint": str(folder)}) if "z-scores" in s]
+    assert f"{default} is taken" in assumption and f"policy.options.normalisation: {other}" in assumption
     assert not any("z-scores" in s for s in Pi0.assumed({"checkpoint": str(folder), "normalisation": other}))
 
 
@@ -547,8 +547,8 @@ def test_whether_actions_are_differences_is_asked_where_nothing_says_it() -> Non
 
 
 def test_which_lerobot_trained_it_is_asked_where_nothing_says_it(folder: Path) -> None:
-    (said,) = Pi0.assumed({"checkpoint": str(folder)})
-    assert "policy.options.prompt to lerobot-0.4" in said
+    (assumption,) = Pi0.assumed({"checkpoint": str(folder)})
+    assert "policy.options.prompt to lerobot-0.4" in assumption
     assert not Pi0.assumed({"checkpoint": str(folder), "prompt": "lerobot-0.4"})
     edit(folder / "config.json", lambda c: c.update(use_relative_actions=False))  # an entry of 0.5.1 and later
     assert not Pi0.assumed({"checkpoint": str(folder)}), "its processors say all"

@@ -25,18 +25,18 @@ from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, 
 
 def test_a_network_for_the_noise_is_saved_and_may_be_new(tmp_path: Path) -> None:
     """Supervised learning knows nothing of it."""
-    taught, learned = make("pi0"), make("pi0", scored="learned")
+    fixed, learned = make("pi0"), make("pi0", scored="learned")
     conformance.perturb(learned, 0.05, seed=2)
     save(learned, tmp_path / "learned")
     again: Any = load(tmp_path / "learned")
     for name, tensor in learned.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     before = {name: tensor.clone() for name, tensor in learned.noise_net.state_dict().items()}
-    save(taught, tmp_path / "taught")
+    save(fixed, tmp_path / "taught")
     load_into(learned, tmp_path / "taught")
     assert all(torch.equal(learned.noise_net.state_dict()[name], tensor) for name, tensor in before.items())
-    assert torch.equal(learned.network.action_in_proj.weight, taught.network.action_in_proj.weight)
-    load_into(taught, tmp_path / "learned")
+    assert torch.equal(learned.network.action_in_proj.weight, fixed.network.action_in_proj.weight)
+    load_into(fixed, tmp_path / "learned")
 
 
 @pytest.mark.parametrize("family", ["pi0", "pi05"])

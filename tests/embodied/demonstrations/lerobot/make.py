@@ -338,8 +338,8 @@ def maniskill(folder: Path) -> None:
                 group["obs/agent/qpos"] = np.array([[0, episode, step, *range(6)] for step in seen], np.float32)
                 rgb = np.stack([picture(32, 32, episode, step) for step in seen])
                 group["obs/sensor_data/base_camera/rgb"] = rgb
-        said = {"env_info": {"env_id": "PushCube-v1"}, "episodes": [{"episode_id": number} for number in range(3)]}
-        trajectory.with_suffix(".json").write_text(json.dumps(said))
+        metadata = {"env_info": {"env_id": "PushCube-v1"}, "episodes": [{"episode_id": number} for number in range(3)]}
+        trajectory.with_suffix(".json").write_text(json.dumps(metadata))
         options = ["--task-name", "Push the cube to the goal", "--image-size", "32"]
         subprocess.run(
             [sys.executable, script, "--traj-path", trajectory, "--output-dir", folder, *options],

@@ -64,10 +64,10 @@ def record(scripts: Path, out: Path, seeds: list[int]) -> None:
     for seed in seeds:
         np.random.seed(seed)
         env.reset()
-        held = steps = 0
-        while held < HOLD and steps < 200:
+        solved_steps = steps = 0
+        while solved_steps < HOLD and steps < 200:
             env.step(np.clip(libero.act(state_of(env), find_task(TASK).instruction), -1, 1))
-            held = held + 1 if env._check_success() else 0
+            solved_steps = solved_steps + 1 if env._check_success() else 0
             steps += 1
         print("seed", seed, "steps", steps, "solved", env._check_success())
     env.close()

@@ -7,6 +7,6 @@ from dataclasses import replace
 from embodied.trajectories.batch import TensorDecisions, Trajectories
 
 
-def held(batch: Trajectories) -> Trajectories:
+def copied_out(batch: Trajectories) -> Trajectories:
     """The same trajectories, their observations and traces copied out of the trajectory memory."""
     return replace(batch, decisions=TensorDecisions(batch.inputs, batch.trace))
