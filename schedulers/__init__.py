@@ -14,7 +14,7 @@ from schedulers.cluster import Cluster, Node, Pool
 from schedulers.cost.prediction import predict, predict_sequential
 from schedulers.cost.simulation import Event, Simulation, chrome_trace, expected_seconds, simulate
 from schedulers.errors import PlanError
-from schedulers.files import from_data, load, save, text_of, to_data
+from schedulers.json_files import from_data, load, save, text_of, to_data
 from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, Prediction
 from schedulers.profile import ComponentProfile, Exchange, Point, Profile, Together, check_profile
 from schedulers.scaling import Scaling, one_accelerator, scaling

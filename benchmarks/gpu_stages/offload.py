@@ -6,12 +6,13 @@ of the host; on a CPU, where what leaves goes to a file, of a file.
 
 from __future__ import annotations
 
+from statistics import median
+
 import torch
 
 from benchmarks.gpu_stages.bandwidth import between_host_and_device, through_file
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.machine import median
-from embodied.bench.models import build
+from embodied.bench.measured_policy import build
 from embodied.bench.settings import BenchPolicy
 from embodied.devices import device_of
 from embodied.learning.offload import Offload

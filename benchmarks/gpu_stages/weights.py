@@ -9,13 +9,13 @@ by_host     the same by way of the host's memory, which two processes of one GPU
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import torch
 
 from benchmarks.gpu_stages.checkpoints import write_checkpoint
 from benchmarks.gpu_stages.runs import Runtime, on_one_core, vla_config
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.machine import median
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import open_session

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from embodied.bench.loops import Kind, LoopGroup, LoopProcess, LoopSpec, VectorEnv, peers_of
+from embodied.bench.farm_peers import Kind, LoopGroup, LoopProcess, LoopSpec, VectorEnv, peers_of
 from embodied.bench.settings import BenchFarm, provenance
 from embodied.config.schema import Config
 from embodied.execution.session import open_session

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from embodied.algorithms.samples import Samples
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.machine import Machine, Peak, finish, measure_machine, median, peak_memory, repeat
-from embodied.bench.models import (
+from embodied.bench.machine import Machine, Peak, finish, measure_machine, peak_memory, repeat
+from embodied.bench.measured_policy import (
     add_rates,
     build,
     check_batches,

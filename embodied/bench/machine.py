@@ -140,9 +140,3 @@ def _tolerant() -> Iterator[None]:
         yield
     except (OSError, StopIteration):
         pass
-
-
-def median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -8,6 +8,7 @@ include preprocessing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from rich.console import Console
 from torch import Tensor
 
 from embodied.bench.flops import Costs, FlowCosts, nbytes
-from embodied.bench.machine import Machine, Peak, measure_machine, median, peak_memory, repeat
-from embodied.bench.models import (
+from embodied.bench.machine import Machine, Peak, measure_machine, peak_memory, repeat
+from embodied.bench.measured_policy import (
     LOOP,
     OneAtATime,
     add_rates,

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodied.bench.flops import Costs, FlowCosts, Work
 from embodied.bench.learner import Case, Update
 from embodied.bench.machine import Machine, measure_machine
-from embodied.bench.models import OneAtATime, build, make_inputs, peer_calls
+from embodied.bench.measured_policy import OneAtATime, build, make_inputs, peer_calls
 from embodied.bench.policy import share_of_equal_rows
 from embodied.bench.settings import BenchLearner, BenchPolicy
 from embodied.cli import main

@@ -1,6 +1,6 @@
 """The loops that the farm is compared with. Each runs in a process of its own and measures on request.
 
-    python -m embodied.bench.loops '{"kind": "async", "task": "maniskill/PushCube-v1", ...}'
+    python -m embodied.bench.farm_peers '{"kind": "async", "task": "maniskill/PushCube-v1", ...}'
 
 reads a number of seconds per line from standard input, runs that long, and answers with a line of JSON.
 """
@@ -47,7 +47,7 @@ class LoopProcess:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
         self.spec = spec
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "embodied.bench.loops", json.dumps(asdict(spec))],
+            [sys.executable, "-m", "embodied.bench.farm_peers", json.dumps(asdict(spec))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
