@@ -210,7 +210,7 @@ class LocalPolicy:
         action = self._policy.decide(request)
         self._decided.append(Decided(group, request, action, begin, time.monotonic_ns()))
 
-    def collect(self) -> list[Decided]:
+    def arrived(self) -> list[Decided]:
         decided, self._decided = self._decided, []
         return decided
 

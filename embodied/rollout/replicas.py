@@ -172,7 +172,7 @@ class Replicas:
 
         self._call(rank, Replica.decide_request, request, f"deciding for group {group.number}", finish)
 
-    def collect(self) -> list[Decided]:
+    def arrived(self) -> list[Decided]:
         self._finish_calls()
         decided, self._decided = self._decided, []
         return decided

@@ -68,7 +68,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class Decided:
-    """A policy's answer to the request of a group."""
+    """A policy's answer to the request of an environment group."""
 
     group: EnvironmentGroup
     request: DecisionRequest
@@ -91,7 +91,7 @@ class Valued:
 
 
 class PolicyClient(Protocol):
-    """The policy as the rollout loop uses it: requests are submitted group by group, decisions are collected."""
+    """The policy as the rollout loop uses it: requests are submitted group by group, and decisions arrive later."""
 
     @property
     def version(self) -> int:
@@ -115,19 +115,19 @@ class PolicyClient(Protocol):
         ...
 
     def is_busy(self) -> bool:
-        """True if decisions are to be collected, now or later."""
+        """True if decisions have arrived, or will."""
         ...
 
     def submit(self, group: EnvironmentGroup, seen: Observations, memory: TrajectoryMemory) -> None:
         """Request a decision for the environments of the group that have an episode."""
         ...
 
-    def collect(self) -> list[Decided]:
+    def arrived(self) -> list[Decided]:
         """Decisions that have arrived since the last call. Raises what a policy raises."""
         ...
 
     def wait(self, is_ready: Callable[[], bool], deadline_s: float) -> None:
-        """Wait until there is something to collect or `is_ready`, at most `deadline_s` seconds without progress."""
+        """Wait until a decision has arrived or `is_ready`, at most `deadline_s` seconds without progress."""
         ...
 
     def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
@@ -136,7 +136,7 @@ class PolicyClient(Protocol):
 
 
 class RolloutLoop:
-    """The groups of a farm, the policy that decides for them, and the memory that both write into."""
+    """The environment groups of a farm, the policy that decides for them, and the memory that both write into."""
 
     memory: TrajectoryMemory
     finals: FinalObservationsKept
@@ -179,25 +179,26 @@ class RolloutLoop:
         may_decide: Callable[[EnvironmentGroup, Observations], bool],
         deadline_s: float,
     ) -> None:
-        """Serve the group that is ready first until all are done; afterwards the observations of all are collected.
+        """Serve the group that is ready first until all are `done`; then wait until every group has been stepped, and
+        has its observations.
 
-        A group that is done goes on deciding, where it may, while others are not done.
+        A group that is done goes on deciding, where it `may_decide`, while others are not done.
         """
-        missing = {group.number for group in self.groups}
+        unfinished = {group.number for group in self.groups}
         resting: set[int] = set()
-        while missing:
+        while unfinished:
             group = self._next_group(resting, deadline_s)
             seen = self.observe(group, deadline_s)
             if done(group, seen):
-                missing.discard(group.number)
-            if missing and may_decide(group, seen):
+                unfinished.discard(group.number)
+            if unfinished and may_decide(group, seen):
                 self._request_decision(group, seen)
             else:
                 resting.add(group.number)
-        self._step_decided()
+        self._execute_decisions()
         while self.policy.is_busy():
             self._wait("replicas", lambda: False, deadline_s)
-            self._step_decided()
+            self._execute_decisions()
         for group in self.groups:
             self.observe(group, deadline_s)
 
@@ -214,7 +215,8 @@ class RolloutLoop:
         self.farm.reset(group.number, self._frame_rows(group))
 
     def observe(self, group: EnvironmentGroup, deadline_s: float) -> Observations:
-        """The group's present observations; collects them unless that was done already."""
+        """The group's present observations, once the farm has stepped it; the outcome of its last decision is
+        written."""
         if group.observations is not None:
             return group.observations
         mark = time.monotonic_ns()
@@ -226,10 +228,9 @@ class RolloutLoop:
         if self._settings.trace:
             self.spans += workers_spans(self.farm.specs[group.task], group.task, seen, self._arrows)
         if group.pending is not None:
-            mark = time.monotonic_ns()
-            self._write_outcome(group, group.pending, seen)
+            with self.clock.timing("transport"):
+                self._write_outcome(group, group.pending, seen)
             group.pending = None
-            self.clock.transport += (time.monotonic_ns() - mark) / 1e9
         group.observations = seen
         progress.report()
         return seen
@@ -261,7 +262,7 @@ class RolloutLoop:
             return next_group(self.farm, self.groups, resting) if self.policy.is_free() else None
 
         while True:
-            self._step_decided()
+            self._execute_decisions()
             if (group := find()) is not None:
                 return group
             self._wait("any group or replica", lambda: find() is not None, deadline_s)
@@ -274,27 +275,20 @@ class RolloutLoop:
         group.decided += 1
         group.observations = None
 
-    def _step_decided(self) -> None:
+    def _execute_decisions(self) -> None:
         """Write decisions that have arrived into the memory, and have the farm execute them."""
-        for decided in self.policy.collect():
+        for decided in self.policy.arrived():
             group, decision = decided.group, decided.group.pending
             assert decision is not None
             self._count_decision(decided)
-            mark = time.monotonic_ns()
-            self.memory.write_decision(decision.flat[decision.active], decided.request.inputs, decided.action)
-            chunks: np.ndarray = decided.action.chunk.numpy()
-            if not decision.active.all():
-                whole = np.zeros((len(decision.active), *chunks.shape[1:]), np.float32)
-                whole[decision.active] = chunks
-                chunks = whole
-            written = time.monotonic_ns()
-            self.farm.submit(group.number, chunks, self._frame_rows(group), self.finals.rows(group.columns))
-            self.clock.transport += (written - mark) / 1e9
-            submitted_s = (time.monotonic_ns() - written) / 1e9
-            if self.farm.in_process:  # the submit has just run the workers
-                self.clock.waiting += submitted_s
-            else:
-                self.clock.transport += submitted_s
+            with self.clock.timing("transport"):
+                self.memory.write_decision(decision.flat[decision.active], decided.request.inputs, decided.action)
+                chunks: np.ndarray = decided.action.chunk.numpy()
+                if not decision.active.all():  # resting environments execute nothing
+                    active, chunks = chunks, np.zeros((len(decision.active), *chunks.shape[1:]), np.float32)
+                    chunks[decision.active] = active
+            with self.clock.timing("waiting" if self.farm.in_process else "transport"):  # in process, workers run now
+                self.farm.submit(group.number, chunks, self._frame_rows(group), self.finals.rows(group.columns))
             progress.report()
 
     def _count_decision(self, decided: Decided) -> None:

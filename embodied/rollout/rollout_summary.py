@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Literal
 
 import numpy as np
 
@@ -53,6 +56,13 @@ class Clock:
     """Rendering, likewise."""
     replicas: int = 1
     """Policy workers that shared the inference."""
+
+    @contextmanager
+    def timing(self, part: Literal["waiting", "transport"]) -> Iterator[None]:
+        """Add the seconds of the block to this part."""
+        begin = time.monotonic_ns()
+        yield
+        setattr(self, part, getattr(self, part) + (time.monotonic_ns() - begin) / 1e9)
 
     @property
     def acting(self) -> float:
