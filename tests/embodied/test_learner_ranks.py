@@ -374,7 +374,7 @@ START, JOIN, UPDATE = with_learner(DiesInStart), with_learner(DiesInJoin), with_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "said", "sharding"),
+    ("recipe", "message", "sharding"),
     [
         pytest.param("START", r"^learner 1 died during 'start'", "whole", marks=pytest.mark.slow),
         pytest.param("JOIN", r"^learner 2 died during 'join'", "whole", marks=pytest.mark.slow),

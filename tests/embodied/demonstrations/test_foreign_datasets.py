@@ -349,7 +349,7 @@ def test_tasks_in_another_order_are_noted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda t: renamed(t, "other").replace_schema_metadata(None), "tasks.parquet says no instructions"),
         (lambda t: pa.concat_tables([t, with_column("task_index", lambda v: [0, 5])(t)]), "Task|task_index"),
