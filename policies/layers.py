@@ -90,6 +90,7 @@ def gaussian_entropy(log_std: Tensor) -> Tensor:
 
 # --- imitation losses: B rows, C actions of a chunk, A action dimensions
 
+
 def only_counted(actions: Tensor, counted: Tensor) -> Tensor:
     """[B, H, A] with zeros for the actions that are not counted [B, H], whatever stands there: NaN times zero, in a
     backward pass, would still be NaN."""

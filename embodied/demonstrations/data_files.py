@@ -305,9 +305,7 @@ def _check_length(meta: Metadata, data: DataFiles, entry: EpisodeEntry, count: i
         )
 
 
-def _oddities(
-    meta: Metadata, data: DataFiles, entry: EpisodeEntry, rows: slice, texts: tuple[str, ...]
-) -> list[str]:
+def _oddities(meta: Metadata, data: DataFiles, entry: EpisodeEntry, rows: slice, texts: tuple[str, ...]) -> list[str]:
     """Differences between the metadata of an episode and its data, in sentences."""
     count = rows.stop - rows.start
     index = None if data.index is None else data.index[rows]
@@ -327,9 +325,7 @@ def _oddities(
         "the metadata names other tasks than its rows have, whose are used": (
             entry.tasks is not None and set(entry.tasks) != set(texts)
         ),
-        "its frames do not count from 0 without a gap": (
-            frame is not None and bool((frame != np.arange(count)).any())
-        ),
+        "its frames do not count from 0 without a gap": (frame is not None and bool((frame != np.arange(count)).any())),
     }
     return [what for what, is_odd in oddities.items() if is_odd]
 

@@ -173,9 +173,7 @@ class EpisodesWriter:
                 **episode.row,
                 **self._data.add({**columns, **{name: cells for name, (cells, _) in images.items()}}, steps),
             }
-            found = {
-                name: of_rows(v) for name, v in columns.items() if self.features[name].dtype != "string"
-            }
+            found = {name: of_rows(v) for name, v in columns.items() if self.features[name].dtype != "string"}
             counts = {name: pixels for name, (_, pixels) in images.items()}
             for name, files in self._videos.items():
                 frames = np.asarray(episode.pictures[name], np.uint8)

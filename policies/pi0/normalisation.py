@@ -297,9 +297,7 @@ def _lerobot_units(step: Step, said: Normaliser, key: str) -> Units:
     return _units(path, statistics, mode, said.eps if key == STATE else 0.0, 0.0, said.eps)
 
 
-def _units(
-    path: Path, raw: Any, mode: Mode, std_eps: float, range_eps: float, least: float = LEROBOT_EPS
-) -> Units:
+def _units(path: Path, raw: Any, mode: Mode, std_eps: float, range_eps: float, least: float = LEROBOT_EPS) -> Units:
     """`std_eps` and `range_eps` are added; `least` is what takes the place of a scale, or a range, of 0."""
     names = BOUNDS[mode]
     found = _object(path, raw, "the statistics of a state or an action")

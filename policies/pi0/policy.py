@@ -261,9 +261,7 @@ class Pi0(AdaptedPolicy):
         )
         self.noise_dim = self.denoising.noise_dim
         learned = options.scored == "learned"
-        self.noise_net = (
-            NoiseNet(inner, self.sizes.action_dim, options.noise_bounds, NOISE_WIDTHS) if learned else None
-        )
+        self.noise_net = NoiseNet(inner, self.sizes.action_dim, options.noise_bounds, NOISE_WIDTHS) if learned else None
         self.reads_suffix = options.critic == "suffix"
         read = inner if self.reads_suffix else self.sizes.vlm.width
         self.value_head = mlp(read + self.sizes.action_dim, options.value_widths, 1, last_gain=1.0)

@@ -204,12 +204,8 @@ def with_adapter(state: dict[str, Tensor], name: str, rank: int = 2) -> None:
     module, matrix = name.removesuffix(".weight"), state.pop(name)
     generator = torch.Generator().manual_seed(0)
     state[f"base_model.model.{module}.base_layer.weight"] = matrix
-    state[f"base_model.model.{module}.lora_A.default.weight"] = torch.randn(
-        rank, matrix.shape[1], generator=generator
-    )
-    state[f"base_model.model.{module}.lora_B.default.weight"] = torch.randn(
-        matrix.shape[0], rank, generator=generator
-    )
+    state[f"base_model.model.{module}.lora_A.default.weight"] = torch.randn(rank, matrix.shape[1], generator=generator)
+    state[f"base_model.model.{module}.lora_B.default.weight"] = torch.randn(matrix.shape[0], rank, generator=generator)
     for other in [other for other in state if not other.startswith("base_model.model.")]:
         state[f"base_model.model.{other}"] = state.pop(other)
 
@@ -367,9 +363,7 @@ def test_shards_in_the_place_of_a_checkpoint_name_the_import(verl, kind) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [range(4), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"]
-)
+@pytest.mark.parametrize("cases", [range(4), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("how", ["fsdp2", "local", "full/model_state_dict"])
 def test_damaged_shards(left, tmp_path, how, cases) -> None:
     whole = Path(shutil.copytree(left / "pi0" / how, tmp_path / "whole"))

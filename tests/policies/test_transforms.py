@@ -127,4 +127,3 @@ def test_what_does_not_fit_the_task_is_refused(entry: dict[str, Any], message: s
         Transforms([entry]).spec(SPEC)
     with pytest.raises(PolicyError, match="dims of 1 to 4"):
         Transforms([STATE, DELTA | {"dims": 5}]).spec(SPEC)
-

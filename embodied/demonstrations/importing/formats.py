@@ -110,10 +110,19 @@ FORMATS = (
     Format("ManiSkill's trajectories (.h5 with its .json)", _hdf5("maniskill"), "hdf5_importer"),
     Format("LIBERO's demonstrations (.hdf5)", _hdf5("libero"), "hdf5_importer"),
     Format("robomimic's demonstrations of LIBERO tasks (.hdf5)", _hdf5("robomimic"), "hdf5_importer"),
-    Format("RLDS (a folder with dataset_info.json and features.json)", _rlds, "rlds_importer",
-           ("episodes", "drop_idle", "only_successes", "fps", "action")),
-    Format("weights of RLinf (full_weights.pt) or verl (model_world_size_N_rank_R.pt)", _shards, "shards_importer",
-           ("base",), is_dataset=False),
+    Format(
+        "RLDS (a folder with dataset_info.json and features.json)",
+        _rlds,
+        "rlds_importer",
+        ("episodes", "drop_idle", "only_successes", "fps", "action"),
+    ),
+    Format(
+        "weights of RLinf (full_weights.pt) or verl (model_world_size_N_rank_R.pt)",
+        _shards,
+        "shards_importer",
+        ("base",),
+        is_dataset=False,
+    ),
 )
 """Tried in this order."""
 

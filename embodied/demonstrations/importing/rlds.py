@@ -240,9 +240,7 @@ def _next_record(path: Path, file: BinaryIO, size: int) -> bytes:
         raise DatasetError(f"{path}: no record begins at byte {begin}: it is cut short or damaged; {AGAIN}")
     (length,) = struct.unpack("<Q", head[:8])
     if length + 4 > size - file.tell() or length > LARGEST_RECORD:
-        raise DatasetError(
-            f"{path}: the record at byte {begin} has {length} bytes, and the file ends before; {AGAIN}"
-        )
+        raise DatasetError(f"{path}: the record at byte {begin} has {length} bytes, and the file ends before; {AGAIN}")
     data, tail = file.read(length), file.read(4)
     if len(tail) < 4 or _masked(crc32c(data)) != struct.unpack("<I", tail)[0]:
         raise DatasetError(f"{path}: the record at byte {begin} has another checksum than it should; {AGAIN}")
@@ -438,9 +436,7 @@ def _read_features(path: Path) -> dict[str, Spec]:
     """The leaves of the tree of features by their paths."""
     raw = metadata.read_json(path)
     if "pythonClassName" not in raw and "type" in raw:
-        raise DatasetError(
-            f"{path} is as TFDS before 4.4 wrote it: build the dataset again with a newer one"
-        )
+        raise DatasetError(f"{path} is as TFDS before 4.4 wrote it: build the dataset again with a newer one")
     try:
         return dict(_leaves(raw, "", 0))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

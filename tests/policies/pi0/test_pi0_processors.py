@@ -198,9 +198,7 @@ def test_only_observations_that_are_asked_for_are_normalised(folder: Path) -> No
     assert read_lerobot(folder).state.scale == 1
 
 
-def test_a_base_checkpoint_without_statistics_learns_with_those_of_demonstrations(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_base_checkpoint_without_statistics_learns_with_those_of_demonstrations(folder: Path, tmp_path: Path) -> None:
     for file, name in ((PRE, "normalizer_processor"), (POST, "unnormalizer_processor")):
         step_of(folder, file, name, lambda s: s.pop("state_file"))
         next(folder.glob(f"*_{name}.safetensors")).unlink()

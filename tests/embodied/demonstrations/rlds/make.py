@@ -55,7 +55,7 @@ class LiberoTinyNoNoops(tfds.core.GeneratorBasedBuilder):
                     "steps": tfds.features.Dataset(step),
                     "episode_metadata": tfds.features.FeaturesDict({"file_path": tfds.features.Text()}),
                 }
-            )
+            ),
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
@@ -113,8 +113,7 @@ class Arm(tfds.core.GeneratorBasedBuilder):
             "note": tfds.features.Text(),
         }
         return tfds.core.DatasetInfo(
-            builder=self,
-            features=tfds.features.FeaturesDict({"steps": tfds.features.Dataset(step)})
+            builder=self, features=tfds.features.FeaturesDict({"steps": tfds.features.Dataset(step)})
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
