@@ -57,11 +57,16 @@ def few_iterations() -> Iterator[None]:
         yield
 
 
+_measured: list[Profile] = []
+
+
 @pytest.fixture(scope="module")
 def profile(few_iterations: None, ray_runtime: RayRuntime) -> Profile:
-    """Measured as `embodied profile` does, by workers in processes of their own."""
-    config = parse_config({**SETTINGS, "runtime": {"deadline_s": 120}}, "test")
-    return profile_config(config, Session(config, ray_runtime, tuple(CORES)), Path())
+    """Measured as `embodied profile` does, by workers in processes of their own; once for the modules of a process."""
+    if not _measured:
+        config = parse_config({**SETTINGS, "runtime": {"deadline_s": 120}}, "test")
+        _measured.append(profile_config(config, Session(config, ray_runtime, tuple(CORES)), Path()))
+    return _measured[0]
 
 
 @pytest.fixture
