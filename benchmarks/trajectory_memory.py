@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from embodied.bench.settings import show_and_write
-from embodied.trajectories.batch import Decision, assemble, join_inputs, table_of_decisions
+from embodied.trajectories.batch import GroupDecision, assemble, join_inputs, table_of_decisions
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from policies.contract import Action, Inputs
 from sim_farm.shared_memory.frame_memory import FrameMemory
@@ -62,7 +62,7 @@ def in_memory(repeats: int) -> dict[str, float]:
     layout = MemoryLayout.of(shape, inputs_of(1), action_of(1))
     memory = TrajectoryMemory.create(layout, frames, shared=True)
     each = ENVS // GROUPS
-    groups: list[list[Decision]] = [[] for _ in range(GROUPS)]
+    groups: list[list[GroupDecision]] = [[] for _ in range(GROUPS)]
     zero = np.zeros(each, np.float32)
     for t in range(DECISIONS):
         for group in range(GROUPS):
@@ -77,7 +77,7 @@ def in_memory(repeats: int) -> dict[str, float]:
             }
             memory.write_outcome(flat, step | ended)
             envs = group + GROUPS * np.arange(each)
-            groups[group].append(Decision(flat, envs, np.ones(each, bool), np.zeros(each, np.int64)))
+            groups[group].append(GroupDecision(flat, envs, np.ones(each, bool), np.zeros(each, np.int64)))
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()

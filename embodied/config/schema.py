@@ -298,11 +298,11 @@ class LossConfig(Section):
 
 class OptimConfig(Section):
     epochs: Annotated[int, Field(ge=1)] = 4
-    """Passes over an iteration's rows."""
+    """Passes over an iteration's samples."""
     minibatch: Annotated[int, Field(ge=0)] = 256
-    """Rows per optimiser step; 0: all rows of an iteration."""
+    """Samples per optimiser step; 0: all samples of an iteration."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
-    """Rows per forward pass; changes memory, never the result. None: the whole minibatch."""
+    """Samples per forward pass; changes memory, never the result. None: the whole minibatch."""
     policy_lr: float = 3e-4
     """Learning rate of the policy."""
     value_lr: float = 3e-4

@@ -165,30 +165,28 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     recipe, nodes = recipe_of(config), nodes or {}
     _check_nodes(plan, nodes)
     rolling = _phase(plan, recipe.loop[0])
-    rollout_worker, learner = recipe.policy.name, recipe.learner.name
-    placements = {rollout_worker: _of(rolling, rollout_worker)}
+    policy, learner = recipe.policy.name, recipe.learner.name
+    placements = {policy: _of(rolling, policy)}
     placements |= {c.name: _of(_phase(plan, c.name), c.name) for c in recipe.after_rollout}
-    for name in placements.keys() - {rollout_worker, learner}:
+    for name in placements.keys() - {policy, learner}:
         _require_one(name, placements[name])
     machine = _Machine(config, cores, nodes)
-    found = {name: machine.affinities(name, place, name == rollout_worker) for name, place in placements.items()}
+    found = {name: machine.affinities(name, place, name == policy) for name, place in placements.items()}
     gpus, devices = accelerators(config.policy.device), configured_devices(config)
     farms = tuple(
-        _shared_out(
-            _farm_of(plan, rolling, number, cores, gpus, devices, nodes), task.env.num_envs, len(found[rollout_worker])
-        )
+        _shared_out(_farm_of(plan, rolling, number, cores, gpus, devices, nodes), task.env.num_envs, len(found[policy]))
         for number, task in enumerate(tasks_of(config))
     )
     simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
-    takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[rollout_worker]) not in simulating
+    takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[policy]) not in simulating
     if not takes_turns:
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
-        found[rollout_worker] = tuple(Affinity(device=one.device, node=one.node) for one in found[rollout_worker])
+        found[policy] = tuple(Affinity(device=one.device, node=one.node) for one in found[policy])
     return Assignment(
         plan.mode,
         farms,
         found,
-        () if plan.ahead else placements[rollout_worker].hosts(placements[learner]),
+        () if plan.ahead else placements[policy].hosts(placements[learner]),
         plan.ahead,
         plan.unload,
         _phase(plan, learner).micro_batch,

@@ -47,7 +47,7 @@ class ReplicaRole(PolicyRole, Protocol):
 
 
 class RolloutRole(Protocol):
-    """Holds the farm. A rollout_worker that acts by itself is `PolicyRole` too."""
+    """Holds the farm. A rollout worker that acts by itself is `PolicyRole` too."""
 
     makes: ClassVar[frozenset[str]]
     """Data of edges from the rollout worker."""
@@ -78,7 +78,7 @@ class ScorerRole(Protocol):
     """Adds to trajectories that pass through."""
 
     takes: ClassVar[frozenset[str]]
-    """Data of edges to the learner."""
+    """Data of edges to the scorer."""
     makes: ClassVar[frozenset[str]]
 
     def receive(self, batch: Trajectories, iteration: int) -> float:

@@ -217,7 +217,7 @@ class TrajectoryDelivery:
 
     @property
     def path(self) -> str:
-        """Path of the trajectories, in words: ranks that map the memory are sent flat rows of decisions only."""
+        """Path of the trajectories, in words: ranks that map the memory are sent flat rows, numbers and outcomes."""
         path = f"trajectory memory, rows {self.learner.path_from(self.rollout_worker)}"
         return path if self.source is None else f"{path}; frames fetched where they are evaluated"
 

@@ -108,7 +108,7 @@ class Learner(WeightsPublisher):
         self._device = device_of(policy)
         self._config, self._run_dir = config, run_dir
         self._recipe = recipe_of(config)
-        self._estimate = self._recipe.estimate()
+        self._estimate = self._recipe.estimator_function()
         self._controls = UpdateControls(config)
         self._use(ReplicatedPolicy(policy, self.ranks))
         self._accumulates = streams(config)
@@ -146,7 +146,7 @@ class Learner(WeightsPublisher):
         credit, critic = self._config.advantage.credit, self._recipe.critic
         self._update = Update(
             parallel,
-            loss=LossFunction(self._config.loss, credit, critic, self._recipe.loss()),
+            loss=LossFunction(self._config.loss, credit, critic, self._recipe.objective_function()),
             optimizer=self.optimizer,
             controls=self._controls,
             config=self._config,

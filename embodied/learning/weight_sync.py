@@ -1,6 +1,7 @@
 """Weight sync: the learner publishes its weights, policy workers load them.
 
-    the policy of the learner's process     by reference: nothing is sent
+    the learner's own policy object         nothing is done
+    another policy in the learner's process copied from the learner's tensors
     another process                         shared memory, written once and mapped by every reader
     another process on the same GPU         the learner's tensors, mapped there (CUDA IPC) and copied
     other GPUs of the machine               a broadcast to all of them (`weight_group`)

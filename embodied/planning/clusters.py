@@ -101,7 +101,7 @@ class ComponentRoles:
 
     simulators: tuple[tuple[str, ...], ...]
     """For each task the components of its farm: physics, and render if frames are drawn."""
-    rollout_worker: str
+    policy: str
     """The last component of every loop, which all tasks share."""
     scorers: tuple[str, ...]
     """Components that trajectories pass through on their way to the learner, in the workflow's order."""
@@ -132,13 +132,13 @@ def leaving_home(workflow: Workflow) -> Workflow:
     """The workflow whose rollout worker and learner may run on other nodes: they receive what they read of the memory
     of the node where the command is typed."""
     roles = roles_of(workflow)
-    leave = (roles.rollout_worker, roles.learner)
+    leave = (roles.policy, roles.learner)
     components = tuple(replace(c, movable=c.movable or c.name in leave) for c in workflow.components)
     return replace(workflow, components=components)
 
 
 def planned_for(workflow: Workflow, profile: Profile, cluster: Cluster) -> Workflow:
     """The workflow as the planner places it: rollout worker and learner may use other nodes' accelerators."""
-    compute = profile.components[roles_of(workflow).rollout_worker].pool == "accelerators"
+    compute = profile.components[roles_of(workflow).policy].pool == "accelerators"
     away = any(node.accelerators for node in cluster.nodes if node.name != cluster.head_node)
     return leaving_home(workflow) if compute and away and cluster.head_node is not None else workflow

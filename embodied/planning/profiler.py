@@ -218,7 +218,7 @@ def _components(each: Sequence[Probed], whole: Probed, config: Config) -> dict[s
     """Profiles of all components, in the workflow's order: simulators by each task's probes, components after the loop
     by the probes of the whole run."""
     roles = whole.roles
-    found = {roles.rollout_worker: _rollout_worker(each, whole), roles.learner: _learner(whole, config)}
+    found = {roles.policy: _rollout_worker(each, whole), roles.learner: _learner(whole, config)}
     found |= {name: _scorer(whole, name) for name in roles.scorers}
     for names, probed in zip(roles.simulators, each, strict=True):
         steps, *draws = names
@@ -279,7 +279,7 @@ def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
     points = tuple(_point(batch, devices, values) for (batch, devices), values in calls.items())
     beside = fmean(_beside_factor(probed, decided_s) for probed in each)
     found = ComponentProfile("cores", points, beside, fmean(_variation(probed, "act") for probed in each))
-    return _computing(_switching(found, whole, whole.roles.rollout_worker), whole, data_parallel=True)
+    return _computing(_switching(found, whole, whole.roles.policy), whole, data_parallel=True)
 
 
 def _scorer(whole: Probed, name: str) -> ComponentProfile:
@@ -390,8 +390,8 @@ def _transfers(whole: Probed, config: Config) -> dict[str, float]:
         action = 4.0 * config.policy.chunk * info.action_dim
         for draw in draws:
             found[f"{steps}>{draw}"] = float(info.scene_bytes) + seen
-            found[f"{draw}>{roles.rollout_worker}"] = frames + seen
-        found |= {f"{steps}>{roles.rollout_worker}": seen, f"{roles.rollout_worker}>{steps}": action}
+            found[f"{draw}>{roles.policy}"] = frames + seen
+        found |= {f"{steps}>{roles.policy}": seen, f"{roles.policy}>{steps}": action}
         kept += (frames + seen + 3 * action) * loop.steps * (loop.items or workflow.items)
     after = (*roles.scorers, roles.learner)
     found |= {f"{e.source}>{e.target}": kept / workflow.items for e in workflow.edges if e.target in after}

@@ -100,7 +100,7 @@ class RunPlan:
 
         return Watch(plan, profile, workflow, cluster, ask, switch_s)
 
-    def moved(self, decision: Decision) -> RunPlan:
+    def moved(self, decision: Move) -> RunPlan:
         """The run by another plan, which is written to its folder."""
         write_whole(self.run_dir / PLAN, schedulers.text_of(decision.plan))
         assignment = assign(decision.plan, self.config, self.session.cores, self.session.nodes)
@@ -214,7 +214,7 @@ PAYS = 2.0
 
 
 @dataclass(frozen=True)
-class Decision:
+class Move:
     """A plan to change to, and the reason."""
 
     plan: Plan
@@ -236,7 +236,7 @@ class Watch:
     switch_s: float
     _recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=PERSISTENT))
 
-    def see(self, iteration: Iteration, left: int) -> Decision | None:
+    def see(self, iteration: Iteration, left: int) -> Move | None:
         """Take note of an iteration; a decision where another plan pays for the `left` iterations that remain."""
         self._recent.append(iteration)
         if len(self._recent) < PERSISTENT:
@@ -258,7 +258,7 @@ class Watch:
             f"take {_seconds(found) / present:.0%} of that, which saves {gain * left:.0f} s of what is left for "
             f"{self.switch_s:.0f} s"
         )
-        return Decision(found, updated, gain, reason)
+        return Move(found, updated, gain, reason)
 
     def updated(self) -> tuple[Profile, str]:
         """The profile with every component's times multiplied by measured over profiled, and that in words."""
@@ -288,7 +288,7 @@ class Watch:
             calls, batch = groups * loop.steps * flow.episodes_per_env, flow.environments(number) / groups
             for name in loop.components:
                 # A farm's time is until its last worker is done: its workers' clocks add up to as many times that.
-                workers = 1 if name == roles.rollout_worker else devices[name]
+                workers = 1 if name == roles.policy else devices[name]
                 found[name] += calls * workers * times[name].seconds(batch, devices[name])
         for name in (*roles.scorers, roles.learner):
             found[name] = times[name].seconds(flow.items, devices[name])
@@ -300,7 +300,7 @@ class Watch:
 def busy_seconds(iteration: Iteration, workflow: Workflow) -> dict[str, float]:
     """Busy seconds of each component in an iteration, summed over a farm's workers."""
     roles, clock = roles_of(workflow), iteration.summary.clock
-    found = {roles.rollout_worker: decided_s(iteration), roles.learner: trained_s(iteration, roles.scorers)}
+    found = {roles.policy: decided_s(iteration), roles.learner: trained_s(iteration, roles.scorers)}
     found |= {name: passed_s(iteration, name) for name in roles.scorers}
     for task, names in enumerate(roles.simulators):
         found |= dict(zip(names, (clock.stepping[task], clock.drawing[task]), strict=False))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from embodied.trajectories.batch import Decision, to_inputs
+from embodied.trajectories.batch import GroupDecision, to_inputs
 from policies.contract import Inputs
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
@@ -29,9 +29,9 @@ class EnvironmentGroup:
         self.row = 0
         """Row of the trajectory memory where its present observation is, or will be."""
         self.observations: Observations | None = None
-        self.pending: Decision | None = None
+        self.pending: GroupDecision | None = None
         """The decision whose outcome is not known yet."""
-        self.decisions: list[Decision] = []
+        self.decisions: list[GroupDecision] = []
         self.decided = 0
         """Number of its decisions so far, by which groups take turns."""
         self.arrow = 0

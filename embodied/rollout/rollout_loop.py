@@ -24,7 +24,7 @@ from embodied import progress
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup, groups_of, next_group
 from embodied.rollout.rollout_summary import Clock, workers_spans
 from embodied.run.trace import Span
-from embodied.trajectories.batch import Decision, EndedEpisode, EpisodeSums, join_inputs, to_inputs
+from embodied.trajectories.batch import EndedEpisode, EpisodeSums, GroupDecision, join_inputs, to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.context import WorkerContext, bootstrap_of
 from policies.contract import Action, Inputs
@@ -269,7 +269,7 @@ class RolloutLoop:
 
     def _request_decision(self, group: EnvironmentGroup, seen: Observations) -> None:
         self.policy.submit(group, seen, self.memory)
-        group.pending = Decision(group.flat(group.row, self.width), group.envs, seen.active, seen.episode)
+        group.pending = GroupDecision(group.flat(group.row, self.width), group.envs, seen.active, seen.episode)
         group.row = (group.row + 1) % self.memory.shape.rows
         group.decisions.append(group.pending)
         group.decided += 1
@@ -300,7 +300,7 @@ class RolloutLoop:
             # The loop waits while replicas decide. On average a replica waits that much less.
             self.clock.waiting -= seconds / self.policy.replicas
 
-    def _write_outcome(self, group: EnvironmentGroup, decision: Decision, seen: Observations) -> None:
+    def _write_outcome(self, group: EnvironmentGroup, decision: GroupDecision, seen: Observations) -> None:
         """Write the outcome of the group's last decision beside it."""
         rows, solved = decision.active, np.asarray(seen.success.any(1))
         self.memory.write_outcome(
@@ -320,7 +320,7 @@ class RolloutLoop:
         ended = self.sums.add(group.envs, seen, group.task)
         self.ended += [(number[episode.env], len(group.decisions), episode) for episode in ended]
 
-    def _keep_finals(self, group: EnvironmentGroup, decision: Decision, seen: Observations) -> None:
+    def _keep_finals(self, group: EnvironmentGroup, decision: GroupDecision, seen: Observations) -> None:
         """Keep the final observations of the ended episodes whose value will be bootstrapped."""
         wanted = seen.truncated if self._settings.bootstrap == "truncated" else seen.truncated | seen.terminated
         reads = tuple(name for name in self._settings.reads if name != "images")

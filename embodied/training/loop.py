@@ -25,7 +25,7 @@ from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
 from embodied.files import is_full
-from embodied.planning.run_plans import Decision, Watch, plan_run
+from embodied.planning.run_plans import Move, Watch, plan_run
 from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
 from embodied.run import checkpoint
@@ -171,7 +171,7 @@ class _Loop:
         for lost in self._runtime.take_replaced():
             say(self._recovery.note_replaced(lost, self.position.iteration))
 
-    def run(self, progress: Progress, watch: Watch | None) -> Decision | None:
+    def run(self, progress: Progress, watch: Watch | None) -> Move | None:
         """Iterate to the end; or, if there is a better plan, to a checkpoint from which the run goes on by it."""
         config = self.config
         try:

@@ -1,8 +1,8 @@
 """Trajectories: the decisions of a rollout [T, B], their outcomes, and the rows of memory with their inputs and traces.
 
-`assemble` makes them at the end of a rollout. A `Decision` has the flat rows of one environment group's decision in the
-trajectory memory, the environments that took it, and the numbers of their episodes. From these records a table of flat
-rows is made, which does not depend on the plan.
+`assemble` makes them at the end of a rollout. A `GroupDecision` has the flat rows of an environment group's decisions
+in the trajectory memory, the environments that took them, and the numbers of their episodes. From these records a table
+of flat rows is made, which does not depend on the plan.
 """
 
 from __future__ import annotations
@@ -362,7 +362,7 @@ class EndedEpisode:
 
 
 @dataclass(frozen=True)
-class Decision:
+class GroupDecision:
     """One decision of one group of n environments."""
 
     flat: np.ndarray
@@ -399,7 +399,7 @@ class EpisodeSums:
         return ended
 
 
-def table_of_decisions(groups: Sequence[Sequence[Decision]], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+def table_of_decisions(groups: Sequence[Sequence[GroupDecision]], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
     """int64 [T, B] flat rows and bool [T, B]: every environment's last decision in row T - 1, those before it in the
     rows above. Where an environment rested, and above the first decision of one that took fewer than T, the row repeats
     a decision that was taken and is not marked."""
@@ -416,7 +416,7 @@ def table_of_decisions(groups: Sequence[Sequence[Decision]], num_envs: int) -> t
 
 
 def table_of_episodes(
-    groups: Sequence[Sequence[Decision]], episode: int, first: int, last: int
+    groups: Sequence[Sequence[GroupDecision]], episode: int, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """int64 [T, B] flat rows and bool [T, B]: the decisions of episode number `episode` of the environments `first` to
     `last - 1`, the t-th in row t. Where a column has fewer decisions than T, rows repeat another decision and are not

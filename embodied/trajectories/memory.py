@@ -4,9 +4,10 @@
     columns     the run's environments: those of one group lie next to each other
     flat row    row * columns + column: the address of one decision
 
-The frame writer draws an observation at the flat row of the decision that it leads to. The policy worker writes the
+The frame writer draws an observation at the flat row of the decision that it leads to. The rollout worker writes the
 rest of the observation, the decision and its outcome beside it. The learner maps the same memory, selects flat rows and
-copies them to its device. A trajectory is a table of flat rows: no other copy of the rollout is made.
+copies them to its device. Trajectories are a table of flat rows, with log-probs, values and outcomes copied beside it;
+observations, frames and traces have no other copy.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 those of their components.
 
 A workflow says which components there are and which class of worker does each, what the edges between them carry and
-in which portions, what a rollout is, which estimator turns trajectories into rows, and which loss an update minimises.
-A new one is a `Recipe` of your own (docs/workflows.md).
+in which portions, what a rollout is, which estimator gives decisions their advantages, and which loss an update
+minimises. A new one is a `Recipe` of your own (docs/workflows.md).
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ class Recipe:
     critic: bool
     """True if a value function is trained."""
     objective: str | Objective = "ratio"
-    """Loss function: a name in `embodied.algorithms.losses.OBJECTIVES`, or a function like those."""
+    """The policy's term of the loss: a name in `embodied.algorithms.losses.OBJECTIVES`, or a function like those."""
 
-    def estimate(self) -> Estimator:
+    def estimator_function(self) -> Estimator:
+        """The estimator itself."""
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
 
-    def loss(self) -> Objective:
+    def objective_function(self) -> Objective:
+        """The objective itself."""
         return OBJECTIVES[self.objective] if isinstance(self.objective, str) else self.objective
 
     @property

@@ -217,7 +217,7 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
         batch = roll(workers)
         assert (batch.executed < 2).any(), "no chunk was cut short: actions that were not executed are not tested"
         reference = batch.log_prob + torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(3)) / 3
-        estimate = recipe_of(workers.config).estimate()(batch, workers.config)
+        estimate = recipe_of(workers.config).estimator_function()(batch, workers.config)
         weight = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(5)) + 0.5
         rows = samples_of(replace(batch, reference_log_prob=reference), replace(estimate, weight=weight))
         gradients, reported = [], 0.0
