@@ -130,9 +130,9 @@ def placed(runtime: RayRuntime, name: str, end: bool) -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether the process is there, after the time that one may take to end."""
+    """True if the process is still there after the time that it may take to end."""
     try:
-        psutil.Process(pid).wait(20)
+        psutil.Process(pid).wait(120)
     except psutil.TimeoutExpired:
         return True
     except psutil.NoSuchProcess:

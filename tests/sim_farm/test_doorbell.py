@@ -32,7 +32,7 @@ while answered[0] < {ROUNDS}:
     if asked[0] > answered[0]:
         answered[0] += 1
         theirs.ring()
-    elif not mine.wait(seen, timeout_s=20):
+    elif not mine.wait(seen, timeout_s=120):
         lost[0] += 1
         break
 """
@@ -55,7 +55,7 @@ def test_no_ring_is_lost_between_two_processes(block: Block) -> None:
             while answered[0] < number:
                 seen = mine.value()
                 if answered[0] < number:
-                    assert mine.wait(seen, timeout_s=20), f"the answer to question {number} did not wake the asker"
+                    assert mine.wait(seen, timeout_s=120), f"the answer to question {number} did not wake the asker"
         assert process.wait(timeout=240) == 0
     assert answered[0] == ROUNDS and not lost[0]
 

@@ -23,7 +23,7 @@ def test_results_come_in_the_order_of_the_keys(workers: int, depth: int) -> None
 
 
 def test_several_keys_are_read_at_once() -> None:
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=120)
     assert len(list(read_ahead(lambda _: meet.wait(), range(8)))) == 8
 
 
