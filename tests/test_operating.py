@@ -47,7 +47,7 @@ def test_there_is_a_table() -> None:
 
 
 @pytest.mark.parametrize("message", _messages())
-def test_a_message_is_said_in_these_words(message: str, texts: str) -> None:
+def test_a_message_has_these_words(message: str, texts: str) -> None:
     pieces = [piece.strip(" ,.:;'") for piece in re.split(VARIES, message)]
     quoted = [piece for piece in pieces if len(piece) >= LEAST]
     assert quoted, f"nothing to look for in {message!r}"

@@ -101,7 +101,7 @@ def make(tree: Path, index: Path, **variables: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-def test_it_holds_what_is_needed_and_not_there_in_parts_of_the_size_that_was_asked_for(tree: Path, index: Path) -> None:
+def test_it_holds_what_is_needed_and_not_there_in_parts_of_the_size_that_was_requested(tree: Path, index: Path) -> None:
     made = make(tree, index, HAVE="Whl_There, something-else", PART="40K")
     assert made.returncode == 0, made.stderr
     folder = tree / "wheels here"

@@ -115,7 +115,7 @@ def test_each_of_several_accelerators_has_a_replica_or_a_rank(two_gpus: None) ->
     assert [a.device for a in found.components["learner"]] == ["cuda:0", "cuda:1"] and found.hosts == (0, 1)
 
 
-def test_processes_on_the_cpu_stand_in_for_accelerators_where_that_is_asked_for(two_gpus: None) -> None:
+def test_processes_on_the_cpu_stand_in_for_accelerators_where_that_is_requested(two_gpus: None) -> None:
     found = assign(planned("here:accelerators:0-1", "here:cores:0", "hybrid"), config_of("cpu"), CORES)
     assert found.components["policy"] == (Affinity(device="cpu"),) * 2
 

@@ -86,7 +86,7 @@ def test_the_cluster_has_three_nodes_of_which_one_is_here(machines: Machines) ->
     assert far.memory_bytes > 2**20 and len(far.id) == 56
 
 
-def test_nodes_of_one_name_are_told_apart(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_one_name_are_distinguished(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [entry | {"NodeName": "twin"} for entry in ray_cluster.ray.nodes()]
     monkeypatch.setattr(ray_cluster.ray, "nodes", lambda: entries)
     assert {node.name for node in machines.runtime.nodes()} == {f"twin-{entry['NodeID'][:8]}" for entry in entries}

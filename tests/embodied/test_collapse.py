@@ -16,11 +16,11 @@ def warned_at(rates: Sequence[float | None]) -> list[int]:
     return [i for i, row in enumerate(rows, 1) if watch.see(row) is not None]
 
 
-def test_a_fall_that_lasts_is_said_once() -> None:
+def test_a_fall_that_lasts_is_reported_once() -> None:
     assert warned_at([None, 0.5, 0.9] + [0.3] * 20) == [3 + PATIENCE]
 
 
-def test_a_second_fall_after_a_recovery_is_said_again() -> None:
+def test_a_second_fall_after_a_recovery_is_reported_again() -> None:
     rates = [0.9, *[0.3] * PATIENCE, 0.9, *[0.3] * PATIENCE]
     assert warned_at(rates) == [1 + PATIENCE, 2 + 2 * PATIENCE]
 
@@ -31,11 +31,11 @@ def test_noise_is_not_a_fall() -> None:
     assert not warned_at((random.binomial(100, 0.6, 300) / 100).tolist())
 
 
-def test_a_short_fall_is_not_said() -> None:
+def test_a_short_fall_is_not_reported() -> None:
     assert not warned_at([0.9, *[0.3] * (PATIENCE - 1), 0.85, *[0.3] * (PATIENCE - 1)])
 
 
-def test_what_is_said_names_the_rates_with_intervals_and_what_explains_them() -> None:
+def test_the_note_names_the_rates_with_intervals_and_what_explains_them() -> None:
     watch = CollapseWatch(100)
     message = None
     for i, rate in enumerate([0.9] + [0.3] * PATIENCE):

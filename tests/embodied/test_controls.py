@@ -76,7 +76,7 @@ def test_returns_of_the_first_iteration_are_their_own_scale_and_later_ones_join(
     assert Controls.of(config()).seen(2.0, 4.0).scale == (2.0, LEAST_DEVIATION)
 
 
-def test_nothing_adapts_unless_it_is_asked_for() -> None:
+def test_nothing_adapts_unless_it_is_requested() -> None:
     plain = config(loss={"entropy_coef": 0.1})
     start = Controls.of(plain)
     assert start.after(plain, {**MEASURED, "learner/reference_kl": 5.0, "learner/approx_kl": 5.0}) == start
@@ -114,7 +114,7 @@ def test_normalised_returns_give_the_same_advantages(tmp_path: Path) -> None:
     assert UpdateControls(config()).in_rewards(batch) is batch
 
 
-def test_values_of_an_update_ago_were_said_in_the_scale_of_then() -> None:
+def test_values_of_an_update_ago_were_recorded_in_the_scale_of_then() -> None:
     adapting = config(advantage={"normalise_returns": True})
     controls, batch = UpdateControls(adapting), make_batch()
     rows = to_rows(batch)

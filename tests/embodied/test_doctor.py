@@ -230,7 +230,7 @@ FIRST = checks.Gpu(0, "NVIDIA H200", "9d0f7e3a-1b2c-4d5e-8f90-a1b2c3d4e5f6", "00
         ("Vulkan", checks.Picture(False, "cuda:0 was asked to draw, and ..."), False, "Vulkan: cuda:0 was asked"),
     ],
 )
-def test_a_picture_must_be_of_the_gpu_that_was_asked(api: str, picture: Any, good: bool, words: str) -> None:
+def test_a_picture_must_be_of_the_gpu_that_was_requested(api: str, picture: Any, good: bool, words: str) -> None:
     found, text = checks.verdict(FIRST, api, picture)
     assert found == good and words in text, text
 

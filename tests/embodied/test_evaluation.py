@@ -94,7 +94,7 @@ def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: P
     assert np.array_equal(alone.actions(outcome), among.actions(outcome))
 
 
-def test_a_policy_acts_on_what_it_is_told(tmp_path: Path) -> None:
+def test_a_policy_acts_on_its_instruction(tmp_path: Path) -> None:
     tiny = load_config("openvla_tiny").model_dump(mode="json")
     short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
     found = {}

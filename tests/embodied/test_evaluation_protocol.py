@@ -79,7 +79,7 @@ def test_a_protocol_reads_back_equal_and_a_changed_one_is_refused() -> None:
         from_data({**data, "trials": 3})
 
 
-def test_a_policy_that_does_not_read_cannot_be_told() -> None:
+def test_a_policy_that_reads_no_instruction_cannot_be_given_one() -> None:
     assert "the policy reads state" in refusal(eval={"instruction": "wave"})
 
 
@@ -151,7 +151,7 @@ def test_a_preset_overrides_the_training_s_conventions_in_the_simulator_alone() 
     assert applied.policy == trained.policy and env.cameras == trained.env.cameras
 
 
-def test_fewer_trials_than_published_are_said_to_be() -> None:
+def test_fewer_trials_than_published_are_reported_as_fewer() -> None:
     assert "10 trials a task (published: 50) from initial states 0 to 9" in published("openvla-oft", episodes=10).line()
     as_theirs = {"reads": ["images"], "chunk": 8}
     whole = parse_config(

@@ -106,7 +106,7 @@ def test_every_plan_computes_what_one_process_computes(
 
 
 @pytest.mark.parametrize("name", often(("split in 4, 2 groups",), DRAWING))
-def test_who_draws_does_not_change_what_is_computed(
+def test_the_process_that_draws_does_not_change_what_is_computed(
     name: str, ray: Session, reference: Reference, tmp_path: Path
 ) -> None:
     found = run(IMAGES, ray, DRAWING[name], tmp_path / "ray")
@@ -219,7 +219,7 @@ def test_after_a_drain_nothing_is_ahead(
     assert_equal(always, reference(settings, replace(AHEAD, ahead=0)))
 
 
-def test_environments_are_told_as_they_were_before_the_rollout_that_is_ahead(reference: Reference) -> None:
+def test_the_snapshot_of_environments_is_of_before_the_rollout_that_is_ahead(reference: Reference) -> None:
     """What a checkpoint would hold belongs to the iterations that are finished."""
     ahead = reference(STATES, AHEAD)
     punctual = reference(STATES, replace(AHEAD, ahead=0))

@@ -132,7 +132,7 @@ def test_a_replica_where_a_rank_is_acts_in_its_process(
     assert found.guests == tuple(i for i, host in enumerate(hosts) if host is not None)
 
 
-def test_who_works_at_the_same_time_has_processes_of_its_own() -> None:
+def test_components_that_work_at_the_same_time_have_processes_of_their_own() -> None:
     """On other devices; one step ahead a shared policy would change under who acts with it."""
     everything: Places = {**PHYSICS, ("policy",): (gpus("here", 0, 4),), ("learner",): (gpus("here", 4, 4),)}
     plan = plan_of(everything)
@@ -288,7 +288,7 @@ def test_ranks_act_while_they_wait_where_that_is_planned_to_be_faster() -> None:
     assert found.hosts == (0, 1, 2, 3, None, None, None, None)
 
 
-def test_accelerators_that_a_plan_names_are_stood_in_for_only_where_the_cpu_is_asked_for(tmp_path: Path) -> None:
+def test_the_cpu_stands_in_for_a_plans_accelerators_only_where_it_is_the_device(tmp_path: Path) -> None:
     machines = Cluster((Node("here", 2), Node("far1", 2)), head_node="here")
     plan = plan_of({**PHYSICS, ("policy",): (gpus("here", 0, 4),)}, {("learner",): (gpus("far1", 2, 2),)})
     stood_in = with_stand_ins(machines, plan, "cpu")

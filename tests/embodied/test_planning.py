@@ -182,7 +182,7 @@ def test_a_plan_comes_with_its_reasons_its_timeline_and_its_picture(embodied: Co
 
 
 @pytest.mark.parametrize("mode", ["collocated", "hybrid", "disaggregated"])
-def test_one_mode_can_be_asked_for(mode: str, embodied: Commands, files: Path) -> None:
+def test_one_mode_can_be_requested(mode: str, embodied: Commands, files: Path) -> None:
     embodied.done("plan", "small.yaml", "--plan.mode", mode)
     assert schedulers.load(Plan, "plan/plan.json").mode == mode
 

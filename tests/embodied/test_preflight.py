@@ -225,7 +225,7 @@ def test_faults_that_cannot_be_read_are_refused(
     assert f"EMBODIED_FAULTS={file} is not a list of faults" in output and says in output
 
 
-def test_what_a_checkpoint_leaves_open_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_checkpoint_leaves_open_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """openpi's files do not say how numbers were normalised: a wrong guess would fail silently."""
     checkpoint = Path(__file__).parents[1] / "golden" / "pi0" / "checkpoint"
     config = load_config("pi0_small")

@@ -218,7 +218,7 @@ def test_any_file_and_any_block_of_weights_changes_the_digest(tmp_path: Path) ->
         ("trossen", "tabletop", True),
     ],
 )
-def test_statistics_of_another_suite_are_said(name: str, suite: str, foreign: bool) -> None:
+def test_statistics_of_another_suite_are_reported(name: str, suite: str, foreign: bool) -> None:
     sentence = f"actions are un-normalised by the statistics of {name}, and {suite} is evaluated"
     assert statistics_note(name, [suite]) == (sentence if foreign else None)
 

@@ -130,7 +130,7 @@ def test_frames_of_workers_on_accelerators_are_those_of_one_process(devices: str
 
 
 @pytest.mark.slow
-def test_a_device_that_is_asked_for_draws_the_same_and_has_processes_of_its_own(ray: Session, tmp_path: Path) -> None:
+def test_a_device_that_is_requested_draws_the_same_and_has_processes_of_its_own(ray: Session, tmp_path: Path) -> None:
     plain = assign(planned("here:accelerators:0"), config_of("cpu"), CORES)
     on_cpu = assign(planned("here:accelerators:0"), config_of("cpu", farm={"devices": "cpu"}), CORES)
     assert_equal(run(IMAGES, ray, plain, tmp_path / "plain"), run(IMAGES, ray, on_cpu, tmp_path / "asked"))

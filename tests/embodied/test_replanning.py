@@ -303,7 +303,7 @@ def test_one_watch_sees_every_tasks_simulators(took: Callable[..., Iteration]) -
     assert found.together[0].seconds == pytest.approx(2 * 0.07), "the median of what took part"
 
 
-def test_what_trajectories_pass_through_is_told_from_the_learner(took: Callable[..., Iteration]) -> None:
+def test_scorers_are_distinguished_from_the_learner(took: Callable[..., Iteration]) -> None:
     """By its own clock, whatever it is called."""
     judge = schedulers.Component("judge")
     edges = (*WORKFLOW.edges[:-1], schedulers.Edge("policy", "judge", "x"), schedulers.Edge("judge", "learner", "x"))

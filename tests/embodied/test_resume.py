@@ -113,7 +113,7 @@ def test_three_iterations_and_three_after_a_stop_are_six(tmp_path: Path) -> None
     assert any(row["env/episodes"] for row in read(tmp_path / "whole"))
 
 
-def test_a_run_keeps_as_many_checkpoints_as_it_is_told(tmp_path: Path) -> None:
+def test_a_run_keeps_as_many_checkpoints_as_its_settings_say(tmp_path: Path) -> None:
     often = {**STATES, "checkpoint_every": 1}
     run(config_of(often, 3), tmp_path / "all")
     run(config_of({**often, "keep_checkpoints": 2}, 3), tmp_path / "two")

@@ -182,7 +182,9 @@ def classifier(demos: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.slow
-def test_solved_frames_of_held_out_episodes_are_told_from_others(classifier: tuple[Path, dict[str, Any]]) -> None:
+def test_solved_frames_of_held_out_episodes_are_distinguished_from_others(
+    classifier: tuple[Path, dict[str, Any]],
+) -> None:
     metrics = classifier[1]
     assert metrics["episodes"] == EPISODES
     assert metrics["held_out_positive"] >= 20 and metrics["held_out_frames"] - metrics["held_out_positive"] >= 20

@@ -90,7 +90,7 @@ def frozen_in_part() -> Policy:
 
 
 @pytest.mark.parametrize("make", [make_policy, frozen_in_part])
-def test_what_is_written_is_of_the_moment_in_which_it_was_asked_for(
+def test_what_is_written_is_of_the_moment_in_which_it_was_requested(
     make: Callable[[], Policy], gate: threading.Event, tmp_path: Path
 ) -> None:
     learner = Learner(make(), config_of(), tmp_path)
@@ -146,7 +146,7 @@ def test_one_thing_is_written_at_a_time() -> None:
     assert order == ["first", "second"]
 
 
-def test_a_checkpoint_that_has_no_room_is_told_and_the_next_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_that_has_no_room_is_reported_and_the_next_is_written(tmp_path: Path) -> None:
     config = run_config(STATES, 3)
     with (
         open_session(config) as session,

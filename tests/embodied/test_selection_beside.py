@@ -184,7 +184,7 @@ def test_a_room_shows_its_process_one_gpu(visible: str, seen: str, monkeypatch: 
     assert Room(1).applied(drawing).farm.devices == (2,)
 
 
-def test_a_configured_run_leaves_none_unless_it_is_told_to() -> None:
+def test_a_configured_run_leaves_room_only_if_its_settings_do() -> None:
     cores = (0, 1)
     assert free_room(configured(config_of(1, farm={}), cores), cores, []) is None
     assert free_room(configured(config_of(1), cores), cores, []) == Room(1)

@@ -128,7 +128,7 @@ def test_env_steps_of_all_tasks_count(pictures: Run) -> None:
         assert one.learned["learner/steps"] == DECISIONS * (FIRST + SECOND) / MINIBATCH
 
 
-def test_episodes_of_all_tasks_are_told(pictures: Run) -> None:
+def test_episodes_of_all_tasks_are_reported(pictures: Run) -> None:
     episodes = pictures.iterations[0].summary.episodes
     assert sorted(e.env for e in episodes) == [*range(FIRST + SECOND)], "every environment ends one episode of 20 steps"
     assert all(episode.task == (episode.env >= FIRST) for episode in episodes)

@@ -380,7 +380,7 @@ def test_a_learner_that_is_gone_half_way_has_sent_nothing(monkeypatch: pytest.Mo
         members[0].send(EVERY_KIND)
 
 
-def test_who_is_not_there_is_named() -> None:
+def test_a_missing_rank_is_named() -> None:
     names = ("learner", "policy 0", "policy 1")
     members = [WeightGroup(rank=rank, size=3, names=names) for rank in (0, 1)]
     address = members[0].listen()
@@ -391,7 +391,7 @@ def test_who_is_not_there_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_who_dies_with_everything_leaves_the_others_as_they_were(
+def test_a_policy_worker_that_dies_with_all_weights_received_leaves_the_others_as_they_were(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The last one to agree is killed before it does."""
@@ -456,7 +456,7 @@ def test_what_was_lent_last_stays_while_the_next_is_written() -> None:
         lending.close()
 
 
-def test_who_borrows_writes_for_himself_alone() -> None:
+def test_a_private_copy_is_written_for_itself_alone() -> None:
     lending = TensorPublisher()
     try:
         lent = lending.publish({"x": torch.zeros(3)})

@@ -112,7 +112,7 @@ def test_joint_trace_is_the_whole_chain():
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_value_loss_reaches_the_encoder_only_if_asked(trains):
+def test_value_loss_reaches_the_encoder_only_if_requested(trains):
     policy = build(critic_trains_encoder=trains)
     inputs = random_inputs(STATE, 8, 1)
     trace = policy.act(inputs, random_noise(policy, 8, 2)).trace

@@ -184,7 +184,7 @@ def test_without_a_base_the_folder_beside_the_shards_says_what_they_are(verl, tm
     assert equal(tensors(tmp_path / "of weights"), trained(PI0)) and done.changed == done.tensors
 
 
-def test_a_training_that_changed_nothing_is_said(tmp_path) -> None:
+def test_a_training_that_changed_nothing_is_reported(tmp_path) -> None:
     (tmp_path / "left").mkdir()
     torch.save(tensors(PI0), tmp_path / "left/full_weights.pt")
     assert converted(tmp_path / "left", PI0, tmp_path / "out").changed == 0

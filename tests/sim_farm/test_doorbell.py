@@ -60,7 +60,7 @@ def test_no_ring_is_lost_between_two_processes(block: Block) -> None:
     assert answered[0] == ROUNDS and not lost[0]
 
 
-def test_a_ring_wakes_everybody_who_sleeps() -> None:
+def test_a_ring_wakes_every_sleeping_process() -> None:
     bells = np.zeros(3, np.int32)
     bell = Doorbell(bells, 1)
     woken: list[bool] = []

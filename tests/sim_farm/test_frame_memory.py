@@ -87,7 +87,7 @@ def test_rows_may_be_used_again_as_in_a_ring() -> None:
         assert farm.frame_copies == 0
 
 
-def test_frames_in_rows_that_do_not_follow_each_other_are_copied_once_when_asked_for_and_counted() -> None:
+def test_frames_in_rows_that_do_not_follow_each_other_are_copied_once_when_requested_and_counted() -> None:
     with closing(Farm.create(SPEC, InProcess())) as farm:
         farm.reset(0, np.array([7, 1, 4, 2]))
         seen = farm.collect(0)
@@ -156,7 +156,7 @@ def test_without_cameras_there_is_no_frame_memory() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_new_memory_is_undrawn_and_as_large_as_was_said(shared: bool) -> None:
+def test_a_new_memory_is_undrawn_and_as_large_as_was_given(shared: bool) -> None:
     with closing(FrameMemory.create(5, 2, 8, shared)) as frames:
         assert frames.frames.shape == (5, 2, 8, 8, 3) and (frames.frames == MAGIC).all()
         assert frames.frames_of.shape == (5, 2) and (frames.frames_of == -1).all()
@@ -164,7 +164,7 @@ def test_a_new_memory_is_undrawn_and_as_large_as_was_said(shared: bool) -> None:
             assert (FOLDER / frames.address.memory).stat().st_size == nbytes_of(5, 2, 8)
 
 
-def test_who_attaches_sees_what_is_drawn_and_leaves_the_memory_there() -> None:
+def test_an_attached_process_sees_what_is_drawn_and_leaves_the_memory_there() -> None:
     with closing(FrameMemory.create(3, 1, 8, shared=True)) as frames:
         other = FrameMemory.attach(frames.address)
         frames.frames[1] = 7
@@ -189,7 +189,7 @@ def test_another_process_reads_the_trajectory_of_a_farm() -> None:
 Disk = namedtuple("Disk", "f_bavail f_frsize")
 
 
-def test_a_memory_that_is_too_small_is_told_what_needs_how_much(
+def test_a_memory_that_is_too_small_is_refused_with_what_is_needed(
     monkeypatch: pytest.MonkeyPatch, own_memory: Callable[[], set[Path]]
 ) -> None:
     """Before anything is taken: of 64 environments, 80 decisions and 224 pixels."""

@@ -183,7 +183,7 @@ def test_progress_is_noted_at_every_environment() -> None:
 
 
 @pytest.mark.slow
-def test_who_is_late_is_the_one_that_makes_no_progress() -> None:
+def test_the_late_worker_is_the_one_that_makes_no_progress() -> None:
     """Two of the workers have work of the group; the message names the stopped one, not the first."""
     with closing(Farm.create(SPEC, host := Processes())) as farm:
         drive(farm, end=1)

@@ -57,7 +57,7 @@ def test_every_task_is_libero_s_own() -> None:
     assert not any(one.foreign for one in every)
 
 
-def test_policies_are_told_the_task_s_language_and_not_that_of_its_file() -> None:
+def test_policies_get_the_instruction_of_the_task_and_not_that_of_its_file() -> None:
     """Published protocols use `task.language`; the task files say something else in 29 of 130 tasks."""
     parse = importlib.import_module("libero.libero.envs.bddl_utils").get_problem_info
     known = importlib.import_module("libero.libero.benchmark").task_maps
@@ -68,7 +68,7 @@ def test_policies_are_told_the_task_s_language_and_not_that_of_its_file() -> Non
 
 
 @pytest.mark.slow
-def test_an_edited_goal_and_other_initial_states_are_another_task_and_said(tmp_path: Path) -> None:
+def test_an_edited_goal_and_other_initial_states_are_another_task_and_reported(tmp_path: Path) -> None:
     """LIBERO's files copied, with one goal and one file of initial states changed, and a settings file that names
     them: in the user's home, and in LIBERO_CONFIG_PATH."""
     home, copy = tmp_path / "home", tmp_path / "libero"

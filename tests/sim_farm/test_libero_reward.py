@@ -138,7 +138,7 @@ def test_progress_has_a_beginning_in_every_kind_of_task(task: str) -> None:
         assert 0.0 <= progress_of(physics) < 1.0
 
 
-def test_success_is_the_reward_unless_it_is_asked_for() -> None:
+def test_success_is_the_reward_unless_it_is_requested() -> None:
     with closing(LiberoPhysics(TaskSpec(f"libero/{PLATE}", cameras=()))) as physics:
         assert physics.info.spec.reward == "sparse"
         rewards = [float(result.reward[0]) for result in scripted(physics, seed=3)]

@@ -58,7 +58,7 @@ def test_fresh_arrays_hold_their_fill_or_the_magic_value(block: Block) -> None:
     assert (block.arrays["frames"] == MAGIC).all()
 
 
-def test_who_attaches_sees_what_others_write() -> None:
+def test_an_attached_process_sees_what_others_write() -> None:
     with closing(Block.create(FIELDS, shared=True)) as block, closing(Block.attach(FIELDS, str(block.name))) as other:
         block.arrays["reward"][1] = np.arange(5)
         other.arrays["frames"][1, 0, 2] = 7

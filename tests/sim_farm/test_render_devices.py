@@ -163,7 +163,7 @@ def test_what_cannot_draw_says_so(device: str, environment: dict[str, str], word
 
 
 @pytest.mark.slow
-def test_sapien_draws_in_software_where_that_is_asked_for() -> None:
+def test_sapien_draws_in_software_where_that_is_requested() -> None:
     found = drawn("maniskill/PushCube-v1", "cpu")
     assert found.returncode == 0, found.stderr
     assert is_software(json.loads(found.stdout.splitlines()[-1])["name"])
@@ -186,7 +186,7 @@ print(frames.tobytes().hex())
 
 
 @pytest.mark.slow
-def test_sapien_draws_the_same_where_software_is_asked_for() -> None:
+def test_sapien_draws_the_same_where_software_is_requested() -> None:
     """A task whose physics needs a render scene too: both are on the device."""
     found = []
     for device in ("cpu", "auto"):
@@ -206,7 +206,7 @@ def reference() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_software_that_is_asked_for_draws_what_is_drawn_without_asking(shape: str, reference: Any) -> None:
+def test_software_that_is_requested_draws_what_is_drawn_without_a_request(shape: str, reference: Any) -> None:
     if not is_software(json.loads(drawn("tabletop/reach", "auto").stdout)["name"]):
         pytest.skip("this machine draws on a GPU where nobody asks")
     with processes(replace(DRAWN, **SHAPES[shape], devices=("cpu",))) as (farm, _):

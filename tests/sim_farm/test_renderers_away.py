@@ -60,7 +60,7 @@ def test_frames_after_the_return_are_those_without_leaving(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES["fused"], SHAPES["2 render workers"]], ids=["fused", "split"])
-def test_renderers_that_are_away_hold_nothing_and_both_ways_may_be_asked_for_twice(shape: dict[str, Any]) -> None:
+def test_renderers_that_are_away_hold_nothing_and_both_ways_may_be_requested_twice(shape: dict[str, Any]) -> None:
     with closing(Farm.create(replace(SPEC, **shape), InProcess())) as farm:
         writers = lambda: [vars(handle)["worker"]._frame_writer for handle in farm.tasks[0].handles]  # noqa: E731
         before = sum(writer is not None for writer in writers())

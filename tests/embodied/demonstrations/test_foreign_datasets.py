@@ -273,7 +273,7 @@ def test_what_cannot_be_resolved_is_refused_by_name(harm: Callable[[Path], None]
 
 @pytest.mark.parametrize("part", ["data/chunk-000/file-001.parquet", "meta/info.json",
                                   "videos/observation.images.top/chunk-000/file-000.mp4"])  # fmt: skip
-def test_a_pointer_of_git_lfs_is_said(part: str, tmp_path: Path) -> None:
+def test_a_pointer_of_git_lfs_is_reported(part: str, tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     (folder / part).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 10\n")
     assert re.search(rf"{Path(part).name} .*pointer of Git LFS.*`git lfs pull`", refusal(folder))
@@ -368,7 +368,7 @@ def test_tasks_that_are_ambiguous_are_refused(change: Change, message: str, tmp_
 # --- features that nobody asked for
 
 
-def test_strange_features_and_missing_columns_matter_to_those_who_ask(tmp_path: Path) -> None:
+def test_strange_features_and_missing_columns_matter_only_where_they_are_read(tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     strange = {"dtype": "language", "shape": None}
     change_info(folder, lambda info: info["features"].update(odd=strange, gone={"dtype": "float32", "shape": [4]}))
@@ -659,7 +659,7 @@ def test_opening_that_takes_long_shows_its_progress(
 
 
 @pytest.mark.parametrize("lost", ["numbers", "columns"])
-def test_lost_conventions_are_said(written: Dataset, lost: str, tmp_path: Path) -> None:
+def test_lost_conventions_are_reported(written: Dataset, lost: str, tmp_path: Path) -> None:
     """LeRobot's merge makes floats of whole numbers, its delete leaves out what it does not know, and both lose
     `meta/embodied.json`."""
     folder = copy(tmp_path / "data", written.folder)
@@ -695,7 +695,7 @@ def test_episodes_of_others_merged_with_ours_have_no_seed(written: Dataset, tmp_
     assert "success" not in dataset.episodes[3].row and "some episodes say no seed" in dataset.notes[0]
 
 
-def test_meta_embodied_of_another_dataset_is_said(written: Dataset, tmp_path: Path) -> None:
+def test_meta_embodied_of_another_dataset_is_reported(written: Dataset, tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     shutil.copy(written.folder / "meta/embodied.json", folder / "meta")
     assert "describes a recording of `embodied record`, and the data are none" in Dataset(folder).notes[0]

@@ -71,7 +71,7 @@ def _move_fixture(data: h5py.Group) -> None:
         (_edit_model("</mujoco>", ""), "is no XML"),
     ],
 )  # fmt: skip
-def test_what_does_not_reproduce_is_said(edit: Any, why: str, tmp_path: Path) -> None:
+def test_what_does_not_reproduce_is_reported(edit: Any, why: str, tmp_path: Path) -> None:
     message = refused(libero(tmp_path, edit), tmp_path / "out")
     assert "none of the 1 episodes" in message and "demo_0: " in message and why in message
 

@@ -247,7 +247,7 @@ def test_a_gripper_in_another_convention_names_what_mends_it(
         assert set(np.unique(batch.actions[..., -1])) <= {-1, 1}
 
 
-def test_a_gripper_in_other_units_is_refused_and_one_that_never_moves_is_said(
+def test_a_gripper_in_other_units_is_refused_and_one_that_never_moves_is_reported(
     grasps: Path, grasp: Environment, tmp_path: Path
 ) -> None:
     settings = {**SETTINGS, "env": {**SETTINGS["env"], "task": GRASP.name}}
@@ -426,7 +426,7 @@ def test_mappings_that_are_none(ours: Path, reach: Environment, features: Any, m
         understood(reach, ours, features=features)
 
 
-def test_what_a_dataset_lacks_is_said(ours: Path, reach: Environment, tmp_path: Path) -> None:
+def test_what_a_dataset_lacks_is_reported(ours: Path, reach: Environment, tmp_path: Path) -> None:
     for name, message in (
         ("action", "has no action, which"),
         ("observation.state", "has no observation.state, which"),

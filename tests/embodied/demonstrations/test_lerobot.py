@@ -220,7 +220,7 @@ def test_a_video_of_which_a_part_cannot_be_decoded_is_refused_and_not_guessed() 
 
 
 @pytest.mark.parametrize("name", ["ours_deleted", "ours_split", "ours_merged", "ours_beside_cut"])
-def test_lost_conventions_are_said(name: str) -> None:
+def test_lost_conventions_are_reported(name: str) -> None:
     dataset = Dataset(FOLDER / name)
     assert dataset.task is None
     assert any("meta/embodied.json" in note for note in dataset.notes), dataset.notes

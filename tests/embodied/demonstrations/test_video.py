@@ -125,7 +125,7 @@ def test_an_episode_that_begins_elsewhere_is_refused_by_file_episode_and_deviati
         assert "the file has 20 frames, and 20 rows refer to it" in str(refused.value)
 
 
-def test_the_deviation_is_said() -> None:
+def test_the_deviation_is_reported() -> None:
     with pytest.raises(DatasetError, match=r"frames of episode 5 are up to 0.6000 s \(6.00 of a frame\) away"):
         match_frames(table(TIMES), late(5, 6), EPISODES, 10)
 
@@ -210,7 +210,7 @@ def test_a_stale_file_of_frames_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["file_index", "chunk_index", "from_timestamp"])
-def test_a_camera_whose_place_is_not_said_is_refused_when_asked_for(key: str, tmp_path: Path) -> None:
+def test_a_camera_whose_place_is_not_given_is_refused_when_it_is_requested(key: str, tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     change_tables(folder / "meta/episodes", lambda table: table.drop_columns([f"videos/{TOP}/{key}"]))
     dataset = Dataset(folder)
@@ -225,7 +225,7 @@ def test_rows_without_timestamps_are_read_by_count(tmp_path: Path) -> None:
     assert np.array_equal(Dataset(folder).frames("top", range(15)), Dataset(FOREIGN).frames("top", range(15)))
 
 
-def test_another_rate_than_that_of_the_rows_is_said(tmp_path: Path) -> None:
+def test_another_rate_than_that_of_the_rows_is_reported(tmp_path: Path) -> None:
     folder = copy(tmp_path / "data")
     change_info(folder, lambda info: info.update(fps=30))
     dataset = Dataset(folder)

@@ -75,7 +75,7 @@ def test_zeros_before_a_row_are_no_part_of_it(tmp_path: Path) -> None:
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2]
 
 
-def test_a_full_disk_is_told_once_and_no_row_is_lost(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_no_record_is_lost(tmp_path: Path) -> None:
     messages: list[str] = []
     with MetricsWriter(tmp_path, say=messages.append) as writer:
 

@@ -89,7 +89,7 @@ def test_no_iteration_yet_is_no_measurement(tmp_path: Path) -> None:
         assert WHY[0] in text and "measured" not in text
 
 
-def test_bytes_between_machines_are_told_with_and_without_a_plan(tmp_path: Path) -> None:
+def test_bytes_between_machines_are_reported_with_and_without_a_plan(tmp_path: Path) -> None:
     sent = [{"time/iteration_s": 2.0, "farm/wire_bytes_per_env_step": size} for size in (1400.0, 1600.0)]
     for name, plan in (("planned", PLAN), ("configured", None)):
         folder = run_folder(tmp_path / name, *sent, plan=plan)

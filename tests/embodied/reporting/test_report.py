@@ -211,7 +211,7 @@ def line(**values: float) -> str:
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_what_cannot_be_is_said_or_left_out(name: str, content: str, says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_reported_or_left_out(name: str, content: str, says: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     files = {"metrics.jsonl": line(), name: content}

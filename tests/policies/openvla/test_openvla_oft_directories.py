@@ -303,7 +303,7 @@ def test_a_backbone_that_does_not_fit_is_refused(folder, change, message):
         oft(folder, **USED)
 
 
-def test_the_scale_of_the_backbones_adapters_is_said_beside_it(folder):
+def test_the_scale_of_the_backbones_adapters_is_reported_beside_it(folder):
     inputs = random_inputs(SPEC, 2, seed=1)
     (folder / "lora_adapter").mkdir()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

@@ -207,7 +207,7 @@ def test_actions_that_fill_up_are_the_mean_action(monkeypatch: pytest.MonkeyPatc
     assert (read[0] - read[1]).abs().max() < 1e-6
 
 
-def test_nothing_is_precomputed_where_that_is_said() -> None:
+def test_nothing_is_precomputed_where_that_is_declared() -> None:
     policy, inputs = make("pi0", cache_prefix=False), inputs_of(SPEC, 2, seed=3)
     assert policy.precompute(inputs) == {}
     action = policy.act(inputs, conformance.random_noise(policy, 2, 1))
@@ -251,7 +251,7 @@ def test_the_value_is_the_same_whatever_was_drawn() -> None:
     assert (policy.value(inputs) - values[0]).abs().min() > 1e-4
 
 
-def test_actions_are_differences_to_the_state_where_it_is_said() -> None:
+def test_actions_are_differences_to_the_state_where_that_is_declared() -> None:
     plain, delta = make("pi0"), make("pi0", transforms=[DELTA])
     inputs = inputs_of(SPEC, 3, seed=5)
     assert inputs.proprio is not None

@@ -89,7 +89,7 @@ def test_actions_are_relative_to_the_state_but_for_excluded_joints(
     assert (moved - expected).abs().max() < 1e-6
 
 
-def test_excluded_joints_that_no_name_has_are_said(folder: Path) -> None:
+def test_excluded_joints_that_no_name_has_are_reported(folder: Path) -> None:
     """LeRobot takes their numbers as relative, without a word."""
     relative(folder, exclude_joints=["hand", "gripper"])
     sentences = [text for text in Pi0.assumed({"checkpoint": str(folder)}) if "relative" in text]
@@ -190,7 +190,7 @@ def test_numbers_that_never_change_have_eps_as_their_range(folder: Path) -> None
     assert float(units.action.unnormalise(torch.zeros(7))[3]) == pytest.approx(0.5e-4)
 
 
-def test_only_observations_that_are_asked_for_are_normalised(folder: Path) -> None:
+def test_only_observations_that_are_requested_are_normalised(folder: Path) -> None:
     step_of(folder, PRE, "normalizer_processor", lambda s: s["config"].update(normalize_observation_keys=["other"]))
     assert read_lerobot(folder).state.scale == 1
     step_of(folder, PRE, "normalizer_processor", lambda s: s["config"].pop("normalize_observation_keys"))
@@ -492,7 +492,7 @@ def test_a_pi0s_prompt_ends_in_a_new_line(tmp_path: Path) -> None:
         make("pi0", checkpoint=str(folder))
 
 
-def test_a_directory_of_lerobot_03_is_told_how_it_is_converted(folder: Path) -> None:
+def test_a_directory_of_lerobot_03_is_refused_with_the_way_to_convert_it(folder: Path) -> None:
     (folder / PRE).unlink()
     with pytest.raises(PolicyError, match="migrate_policy_normalization"):
         built(folder)
@@ -538,13 +538,13 @@ def test_normalisation_is_what_the_statistics_allow(tmp_path: Path) -> None:
         make("pi05", normalisation="minmax", **options)
 
 
-def test_whether_actions_are_differences_is_asked_where_nothing_says_it() -> None:
+def test_a_setting_is_required_where_no_file_says_if_actions_are_differences() -> None:
     openpi = {"checkpoint": str(GOLDEN / "pi0" / "checkpoint")}
     assert any("differences to the state" in sentence for sentence in Pi0.assumed(openpi))
     assert not any("differences" in sentence for sentence in Pi0.assumed({**openpi, "transforms": [DELTA]}))
 
 
-def test_which_lerobot_trained_it_is_asked_where_nothing_says_it(folder: Path) -> None:
+def test_a_setting_is_required_where_no_file_says_which_lerobot_trained(folder: Path) -> None:
     (assumption,) = Pi0.assumed({"checkpoint": str(folder)})
     assert "policy.options.prompt to lerobot-0.4" in assumption
     assert not Pi0.assumed({"checkpoint": str(folder), "prompt": "lerobot-0.4"})
