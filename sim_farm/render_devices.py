@@ -34,7 +34,7 @@ CPU_REMEDY = (
 class _Process:
     """Device that this process draws on."""
 
-    asked: RenderDevice | None = None
+    requested: RenderDevice | None = None
     drawing: bool = False
     """True if a display has been made: no other device can be asked for."""
 
@@ -50,23 +50,23 @@ def name_of(device: RenderDevice | None) -> str:
 def ask(device: RenderDevice | None) -> None:
     """Have this process draw on the device; None: on whatever it draws on, or the driver gives. Raises `FarmError`
     where it already draws elsewhere."""
-    if device == _process.asked or (device is None and _process.drawing):
+    if device == _process.requested or (device is None and _process.drawing):
         return
     if _process.drawing:
         raise FarmError(
-            f"{name_of(device)} was asked to draw in a process that has drawn on {name_of(_process.asked)}: a process "
-            "draws on one device; let workers be processes of their own (runtime.mode: ray)"
+            f"{name_of(device)} was asked to draw in a process that has drawn on {name_of(_process.requested)}: a "
+            "process draws on one device; let workers be processes of their own (runtime.mode: ray)"
         )
-    _process.asked = device
+    _process.requested = device
 
 
-def asked() -> RenderDevice | None:
+def requested() -> RenderDevice | None:
     """Requested device of this process; None: the driver chooses."""
-    return _process.asked
+    return _process.requested
 
 
 def drawing() -> None:
-    """Note that a display has been made on what `asked` says."""
+    """Note that a display has been made on what `requested` says."""
     _process.drawing = True
 
 

@@ -151,7 +151,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
             "simulators": {name: versions(name) for name in sorted({t.partition("/")[0] for t in protocol.tasks})},
         },
         "protocol_line": protocol.line({outcome.limit for outcome in outcomes}),
-        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, {_said_of(subject)}; "
+        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, {_weights_of(subject)}; "
         f"{hardware()}",
     }
     write_result(folder.path, result)
@@ -277,7 +277,7 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     return found
 
 
-def _said_of(subject: Subject) -> str:
+def _weights_of(subject: Subject) -> str:
     """The policy's checkpoint, files and statistics in a line."""
     parts = [str(subject.checkpoint or subject.config.policy.init or "")]
     parts += [f"{one['path']} (sha256 {one['sha256'][:12]})" for one in subject.files.values()]

@@ -268,7 +268,7 @@ class _Line(BaseModel):
         )
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"[:200]
@@ -287,7 +287,7 @@ def _read_outcomes(path: Path, protocol: Protocol) -> dict[tuple[str, int], Epis
             outcome = _Line.model_validate(json.loads(line)).outcome()
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"line {number} of {file} is no episode ({_said(error)}): delete the line to evaluate it again"
+                f"line {number} of {file} is no episode ({_message(error)}): delete the line to evaluate it again"
             ) from error
         if outcome.task not in protocol.limits or not 0 <= outcome.trial < protocol.trials:
             raise UserError(f"line {number} of {file} is an episode that the protocol does not have: delete the line")

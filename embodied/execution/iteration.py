@@ -70,7 +70,7 @@ class OnPolicy(RunWorkers):
         return self.rollouts.collect(iteration)
 
     def learn(self, iteration: int, drain: bool = False) -> tuple[dict[str, float], Environments]:
-        """Update the policy from the rollout and publish its weights."""
+        """Send the trajectories to the learner, take a snapshot of the environments, update the policy, publish."""
         sent = self.rollouts.send_remaining(iteration)
         environments = self.snapshot()
         metrics = self.update(iteration, sent)

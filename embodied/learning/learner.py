@@ -161,9 +161,11 @@ class Learner(WeightsPublisher):
         return self.finish(iteration)
 
     def receive(self, batch: Trajectories, iteration: int) -> ReceivedPart:
-        """Take a part of the iteration's trajectories. Where the update is a sum over parts, add the part's gradient.
+        """Take a part of the iteration's trajectories.
 
-        Raises `OffPolicy` if the first part's ratios are not one.
+        An estimator that needs the whole rollout (GAE) only has it kept for `finish`. Where the update is a sum over
+        parts, the part's advantages are estimated and its gradient is added; raises `OffPolicy` then if the first
+        part's ratios are not one.
         """
         begin = time.monotonic()
         found = self._received

@@ -100,11 +100,11 @@ class RunPlan:
 
         return Watch(plan, profile, workflow, cluster, ask, switch_s)
 
-    def moved(self, decision: Move) -> RunPlan:
+    def moved(self, move: Move) -> RunPlan:
         """The run by another plan, which is written to its folder."""
-        write_whole(self.run_dir / PLAN, schedulers.text_of(decision.plan))
-        assignment = assign(decision.plan, self.config, self.session.cores, self.session.nodes)
-        return replace(self, assignment=assignment, plan=decision.plan, profile=decision.profile)
+        write_whole(self.run_dir / PLAN, schedulers.text_of(move.plan))
+        assignment = assign(move.plan, self.config, self.session.cores, self.session.nodes)
+        return replace(self, assignment=assignment, plan=move.plan, profile=move.profile)
 
 
 def plan_run(config: Config, session: Session, run_dir: Path) -> RunPlan:
@@ -237,7 +237,7 @@ class Watch:
     _recent: deque[Iteration] = field(default_factory=lambda: deque(maxlen=PERSISTENT))
 
     def see(self, iteration: Iteration, left: int) -> Move | None:
-        """Take note of an iteration; a decision where another plan pays for the `left` iterations that remain."""
+        """Take note of an iteration; a move where another plan pays for the `left` iterations that remain."""
         self._recent.append(iteration)
         if len(self._recent) < PERSISTENT:
             return None

@@ -1,6 +1,6 @@
 """Other machines: calls of bounded size, equal software, and physics workers behind relays.
 
-Data crosses machines in calls of the worker that has it: frames (`trajectories.remote_frames`) and weights
+Data crosses machines in calls of the worker that has it: frames (`trajectories.memory`) and weights
 (`shared_tensors`) in parts of at most `CALL_BYTES`, physics in answers of at most `ANSWER_BYTES`. A call is late after
 the inner deadline of its caller, and each part is progress of its receiver. `ray.workers` and `ray.farm` make the
 calls.

@@ -120,7 +120,7 @@ class CollapseWatch:
     best: float = 0.0
     best_iteration: int = 0
     _below: int = 0
-    _said: bool = field(default=False, repr=False)
+    _reported: bool = field(default=False, repr=False)
 
     def see(self, row: Mapping[str, Any]) -> str | None:
         """Look at an iteration's row of metrics. What to say, once for each fall."""
@@ -129,14 +129,14 @@ class CollapseWatch:
             return None
         if recent >= self.best:
             self.best, self.best_iteration = recent, int(row["iteration"])
-            self._below, self._said = 0, False
+            self._below, self._reported = 0, False
             return None
         low, high = self._interval(recent)
         best_low, best_high = self._interval(self.best)
         self._below = self._below + 1 if high < best_low else 0
-        if self._below < PATIENCE or self._said:
+        if self._below < PATIENCE or self._reported:
             return None
-        self._said = True
+        self._reported = True
         explaining = {name: row.get(f"learner/{name}") for name in EXPLAINS}
         beside = ", ".join(f"{name} {value:.3g}" for name, value in explaining.items() if value is not None)
         return (

@@ -133,7 +133,7 @@ class Selection:
         config = self._room.applied(self._config)
         if self._process is None:
             self._process = BackgroundProcess(config, self._room, self._folder(0).parent / "background.log")
-        self._process.begin(partial(_evaluated, *self._asked(candidate, config)))
+        self._process.begin(partial(_evaluated, *self._request(candidate, config)))
         self._pending = candidate
 
     def finish(self, block: bool) -> str | None:
@@ -151,9 +151,9 @@ class Selection:
 
     def evaluate(self, candidate: Candidate) -> str:
         """Evaluate a checkpoint, which is complete, while the run waits. Returns a report in one line."""
-        return self._note(candidate, _evaluated(*self._asked(candidate, self._config), self._session))
+        return self._note(candidate, _evaluated(*self._request(candidate, self._config), self._session))
 
-    def _asked(self, candidate: Candidate, config: Config) -> tuple[Subject, Protocol, Path]:
+    def _request(self, candidate: Candidate, config: Config) -> tuple[Subject, Protocol, Path]:
         protocol, into = self._protocol, self._folder(candidate.iteration)
         assert protocol is not None, "no evaluation is asked for"
         folder = self._checkpoint(candidate.iteration)

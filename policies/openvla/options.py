@@ -46,7 +46,7 @@ class TokenOptions:
     center_crop: bool = False
     """For the last three see `images.Preprocessing`."""
     image_backend: str = "device"
-    """Where frames are resized: device, or pillow on the CPU."""
+    """Place where frames are resized: device, or pillow on the CPU."""
     dtype: str = "float32"
     adapter: str = ""
     """PEFT directory of an adapter, which is trained further."""

@@ -54,7 +54,7 @@ def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -
     lora.check_whole(folder, config, (_named(name, layout) for name in modules), linear.values())
     adapted = sorted(modules.keys() & known.keys())
     ranks, alphas = (
-        {name: _said(config, modules[name], *keys) for name in adapted}
+        {name: _setting(config, modules[name], *keys) for name in adapted}
         for keys in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
     )
     shared: dict[str, Any] = {n: config[n] for n in ("r", "lora_alpha", "use_rslora", "peft_type") if n in config}
@@ -88,7 +88,7 @@ def _module(name: str) -> str:
     return own_name(name.rsplit(".lora_", 1)[0] + ".").removesuffix(".")
 
 
-def _said(config: Mapping[str, Any], module: str, pattern: str, otherwise: str) -> Any:
+def _setting(config: Mapping[str, Any], module: str, pattern: str, otherwise: str) -> Any:
     """Rank or alpha of a layer, by the name under which it was trained."""
     from peft.utils.other import get_pattern_key
 

@@ -46,14 +46,14 @@ class Pi0Options:
     """Name of openpi's statistics, where there are several. `demonstrations`: those of the rows learned from
     (`Pi0.adopt_units`)."""
     normalisation: str = AUTO
-    """How openpi's training normalised: z-score, quantile, or auto, which is what the statistics allow, else openpi's
+    """Normalisation of openpi's training: z-score, quantile, or auto, which is what the statistics allow, else openpi's
     default for the model."""
     prompt: str = ""
     """Project whose prompts these are: openpi, lerobot, lerobot-0.4; "": that of the checkpoint's layout."""
     state_in_prompt: bool = False
     """True: the prompt has the state in words. For pi0.5."""
     resize: str = ""
-    """How pictures become square: pillow, interpolate (`inputs.pixel_values`); "": as the checkpoint's layout does."""
+    """Resizing to squares: pillow, interpolate (`inputs.pixel_values`); "": as the checkpoint's layout does."""
     transforms: Sequence[Mapping[str, Any]] = ()
     """Entries of `policies.transforms` (delta_actions of 6 for openpi's pi0_libero). What LeRobot's processors say is
     added to them."""

@@ -99,7 +99,7 @@ class LearnedTimes:
     offset: float = 0.001
 
     @classmethod
-    def said(cls, source: Sources) -> LearnedTimes:
+    def read(cls, source: Sources) -> LearnedTimes:
         """Distribution of times in a checkpoint's description.
 
         Raises `PolicyError` for numbers outside 0 to 1, or another Beta.
@@ -241,7 +241,7 @@ class Pi0(AdaptedPolicy):
         length = self.sizes.prompt_len if source.processors is None else source.processors.prompt_length
         self.prompts = Prompts(source.tokenizer, length, convention, filled)
         self.units = self._read_units()
-        self.times = LearnedTimes.said(source)
+        self.times = LearnedTimes.read(source)
         self.resize: Any = options.resize
         self.sides = OF_LEROBOT_04 if convention == "lerobot-0.4" else BLACK
         self.trains_all = self._choose_trained()

@@ -185,7 +185,7 @@ def platform() -> str:
     named = os.environ.get("MUJOCO_GL") or os.environ.get("PYOPENGL_PLATFORM")
     if named is not None and named.lower() not in PLATFORMS:
         raise FarmError(f"no picture can be drawn with OpenGL set to {named!r} in the environment. {REMEDY}")
-    wanted = render_devices.asked()
+    wanted = render_devices.requested()
     chosen = _chosen(named, wanted)
     if wanted is not None and chosen == "egl":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -226,7 +226,7 @@ def drawn_by() -> tuple[str, str | None]:
 
 def _check_drawn(name: str) -> None:
     """Raise `FarmError` where the current context does not draw on what was asked for."""
-    wanted = render_devices.asked()
+    wanted = render_devices.requested()
     if wanted is not None:
         device = os.environ.get("MUJOCO_EGL_DEVICE_ID")
         by = f"OpenGL by {name}" + (f" (EGL device {device})" if name == "egl" else "")
@@ -234,5 +234,5 @@ def _check_drawn(name: str) -> None:
 
 
 def _where() -> str:
-    wanted = render_devices.asked()
+    wanted = render_devices.requested()
     return "" if wanted is None else f" on {render_devices.name_of(wanted)}"

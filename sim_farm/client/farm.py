@@ -322,7 +322,7 @@ class Farm:
         if self.frames is None:
             return RendererSwitch(0, 0.0)
         for each in tasks:
-            each.ask_renderers(away)
+            each.request_renderers(away)
 
         def late() -> WorkerTimeout:
             return next(filter(None, (each.late_to_switch(deadline_s) for each in tasks)))

@@ -234,8 +234,8 @@ class TaskFarm:
 
     # --- renderers
 
-    def ask_renderers(self, away: bool) -> None:
-        """Tell the workers that draw to free their renderers, or to build them. It is done when `switched` says so."""
+    def request_renderers(self, away: bool) -> None:
+        """Request that the workers that draw free their renderers, or build them. `switched` is true once all have."""
         if not self.info.cameras:
             return
         self.slots["moved_bytes"][:] = 0
@@ -244,7 +244,7 @@ class TaskFarm:
         self.ring(self.spec.drawers)
 
     def switched(self) -> bool:
-        """True if every worker that draws has done what `ask_renderers` said."""
+        """True if every worker that draws has done what `request_renderers` requested."""
         return not self._slow_to_switch()
 
     def moved_bytes(self) -> int:
@@ -309,7 +309,7 @@ class TaskFarm:
     # --- the end
 
     def stop(self) -> None:
-        """Tell the workers to end; they end when they next check."""
+        """Request that the workers end; each ends when it next checks."""
         if self.slots:
             self.slots["stop"][0] = 1
             for bell in self._bells:

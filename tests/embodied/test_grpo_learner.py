@@ -86,10 +86,10 @@ def test_groups_with_equal_outcomes_never_reach_the_model(minibatch: int, skille
         assert batch.episode_group is not None
         teaches = differing(outcomes(batch, config.advantage), batch.episode_group, SIZE)
         dropped += int((~teaches).sum())
-        collected = learner.receive(poisoned(batch, ~teaches), 0)
-        assert collected == replace(other.receive(batch, 0), learn_s=collected.learn_s)
-        assert collected.samples == int(batch.mask[:, teaches].sum())
-        assert collected.groups == int(teaches.sum()) // SIZE
+        part = learner.receive(poisoned(batch, ~teaches), 0)
+        assert part == replace(other.receive(batch, 0), learn_s=part.learn_s)
+        assert part.samples == int(batch.mask[:, teaches].sum())
+        assert part.groups == int(teaches.sum()) // SIZE
     assert 0 < dropped < ENVS * len(parts), "this seed does not test it"
     metrics = learner.finish(0)
     other.finish(0)

@@ -173,3 +173,18 @@ def test_wrong_noise_is_refused():
 def test_impossible_architectures_are_refused(spec, architecture, message):
     with pytest.raises(PolicyError, match=message):
         build(spec, **architecture)
+
+
+def test_imitation_is_conditional_flow_matching():
+    """x = t noise + (1 - t) actions, of which the velocity is noise - actions (arXiv 2210.02747): t = 1 is the noise,
+    where the integration begins."""
+    policy, inputs, noise = build(), random_inputs(STATE, 5, seed=1), random_noise(build(), 5, 2)
+    actions, begin = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(3)), noise[:, :6]
+    calls = []
+    policy.velocity.register_forward_hook(lambda _, arguments, result: calls.append((arguments[0], result)))
+    loss = policy.imitate(inputs, actions, torch.ones(5, 2, dtype=torch.bool), noise)
+    ((x, v),) = calls
+    t = policy.denoising.times[policy.denoising.step_of(noise)]
+    assert len(t.unique()) > 1
+    torch.testing.assert_close(x.flatten(1), t * begin + (1 - t) * actions.flatten(1))
+    torch.testing.assert_close(loss, (v.flatten(1) - (begin - actions.flatten(1))).square().mean(1))

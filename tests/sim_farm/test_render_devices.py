@@ -98,12 +98,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_draws_on_one_device(fresh: None) -> None:
     render_devices.ask(1)
     render_devices.ask(None)  # nothing has been drawn: another farm may begin anew
-    assert render_devices.asked() is None
+    assert render_devices.requested() is None
     render_devices.ask("cpu")
     render_devices.drawing()
     for device in (None, "cpu"):
         render_devices.ask(device)
-    assert render_devices.asked() == "cpu"
+    assert render_devices.requested() == "cpu"
     with pytest.raises(FarmError, match=r"cuda:0 was asked to draw in a process that has drawn on cpu"):
         render_devices.ask(0)
 

@@ -43,7 +43,7 @@ def make_on_device(task: str, **settings: Any) -> Any:
 
     Raises `FarmError` where the device is not there, or is not what was asked for.
     """
-    wanted = render_devices.asked()
+    wanted = render_devices.requested()
     if wanted is None:
         return gym.make(task, **settings).unwrapped
     device = vulkan_device(wanted)
@@ -73,7 +73,7 @@ def vulkan_device(wanted: RenderDevice) -> Any:
 def device_here() -> Any | None:
     """Device that this process draws on. Without a request it is SAPIEN's first: a CUDA device that draws, else the
     software renderer; None where that is something else."""
-    wanted = render_devices.asked()
+    wanted = render_devices.requested()
     if wanted is not None:
         return vulkan_device(wanted)
     for alias in ("cuda", SOFTWARE_ALIAS):
