@@ -151,8 +151,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
             "simulators": {name: versions(name) for name in sorted({t.partition("/")[0] for t in protocol.tasks})},
         },
         "protocol_line": protocol.line({outcome.limit for outcome in outcomes}),
-        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, {_weights_of(subject)}; "
-        f"{hardware()}",
+        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, "
+        f"{_weights_of(subject)}; {hardware()}",
     }
     write_result(folder.path, result)
     if subject.config.eval.videos:
