@@ -142,6 +142,8 @@ class Policy(nn.Module):
     """True if a decision may predict more actions than are executed."""
     pretrained: ClassVar[bool] = False
     """True if a policy that was just built has learned already: it begins with published weights."""
+    trainable: ClassVar[bool] = True
+    """False if the policy has no weights: it can be evaluated and recorded, not trained."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 

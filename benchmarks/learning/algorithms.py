@@ -24,8 +24,8 @@ from rich.table import Table
 
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
-from embodied.commands.train import train_run, with_settings
-from embodied.config.files import load_config
+from embodied.commands.train import train_run
+from embodied.config.files import load_config, with_settings
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.reporting.metrics import read

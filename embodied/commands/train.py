@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich import print as show
 
-from embodied.config.files import RUNS, all_settings, parse_config
+from embodied.config.files import RUNS, all_settings, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from embodied.files import parse_yaml
@@ -135,19 +135,6 @@ def _choices(entry: str) -> tuple[str, list[Any]]:
         return key, parse_yaml(f"[{values}]", "what was given")
     except UserError as error:
         raise UserError(f"--sweep: {values!r} are no values with commas between: {error}") from error
-
-
-def with_settings(config: Config, settings: Mapping[str, Any], source: str) -> Config:
-    """The configuration with other values of the keys `optim.policy_lr` and the like. Raises `UserError`, which names
-    `source`."""
-    data = config.model_dump(mode="json")
-    for key, value in settings.items():
-        *sections, last = key.split(".")
-        place = data
-        for section in sections:
-            place = place[section]
-        place[last] = value
-    return parse_config(data, source)
 
 
 def _changed(config: Config, source: str, chosen: dict[str, Any], seed: int) -> Config:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from embodied.config.schema import HERE, Config, refuse_code
-from embodied.errors import UserError, nearest, shown
+from embodied.config.schema import HERE, Config, explained, refuse_code
+from embodied.errors import UserError, nearest
 from embodied.files import read_yaml, write_whole
 
 CONFIGS = HERE / "configs"
 RUNS = Path("runs")
 """Default of --runs-dir: the folder of all runs."""
-MOST_PROBLEMS = 5
-"""Number of mistakes that one message names."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -58,7 +56,24 @@ def parse_config(data: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{source}: {_explained(error)}") from error
+        raise UserError(f"{source}: {explained(error, list(all_settings()))}") from error
+
+
+def with_settings(config: Config, settings: Mapping[str, Any], source: str) -> Config:
+    """The configuration with other values of settings, by their keys as on the command line (`optim.policy_lr`).
+
+    Raises `UserError`, which names `source`, for an unknown key, with the nearest valid one, and for a wrong value.
+    """
+    data = config.model_dump(mode="json")
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        place = data
+        for section in sections:
+            place = place.get(section)
+            if not isinstance(place, dict):
+                raise UserError(f"{source}: unknown key {key!r}{nearest(key, list(all_settings()))}")
+        place[last] = value
+    return parse_config(data, source)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -92,17 +107,3 @@ def _mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path} must hold keys and values, not {type(data).__name__}")
     return data
-
-
-def _explained(error: ValidationError) -> str:
-    """The mistakes in words; of many the first."""
-    every = error.errors(include_url=False)
-    more = f"; and {len(every) - MOST_PROBLEMS} more" if len(every) > MOST_PROBLEMS else ""
-    return "; ".join(_explain(item) for item in every[:MOST_PROBLEMS]) + more
-
-
-def _explain(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {shown(key)}{nearest(key[:100], list(all_settings()))}"
-    return f"{key[:100]}: {item['msg'][:300]} (got {shown(item['input'])})"

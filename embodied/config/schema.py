@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from tyro.constructors import PrimitiveConstructorSpec
 
-from embodied.errors import UserError
+from embodied.errors import UserError, nearest, shown
 from embodied.hub import checkpoint_folder
 from sim_farm.contract import Gripper, Orientation
 
@@ -36,6 +36,16 @@ class Section(BaseModel):
         ser_json_inf_nan="constants",  # what may be infinite is saved so, and not as null
     )
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, which are checked as those of a file are. Raises `UserError` for an unknown key,
+        with the nearest valid one, and for a value that the key cannot take."""
+        if not update:
+            return super().model_copy(deep=deep)
+        try:
+            return type(self).model_validate(dict(self) | dict(update))
+        except ValidationError as error:
+            raise UserError(f"{type(self).__name__}: {explained(error, list(type(self).model_fields))}") from None
+
     @field_validator("*")
     @classmethod
     def _not_too_large(cls, value: Any) -> Any:
@@ -43,6 +53,24 @@ class Section(BaseModel):
         if any(isinstance(item, int) and abs(item) > LARGEST for item in items):
             raise ValueError(f"a whole number can be at most {LARGEST}")
         return value
+
+
+MOST_PROBLEMS = 5
+"""Number of mistakes that one message names."""
+
+
+def explained(error: ValidationError, known: Sequence[str]) -> str:
+    """The mistakes in words, of many the first; an unknown key with the nearest of the `known`."""
+    every = error.errors(include_url=False)
+    more = f"; and {len(every) - MOST_PROBLEMS} more" if len(every) > MOST_PROBLEMS else ""
+    return "; ".join(_explain(item, known) for item in every[:MOST_PROBLEMS]) + more
+
+
+def _explain(item: Any, known: Sequence[str]) -> str:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {shown(key)}{nearest(key[:100], list(known))}"
+    return f"{key[:100]}: {item['msg'][:300]} (got {shown(item['input'])})"
 
 
 def _below_runs(name: str) -> str:

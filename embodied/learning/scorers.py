@@ -33,6 +33,8 @@ class Scorer:
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     makes: ClassVar[frozenset[str]] = takes
     """Data of edges to and from a scorer: whole rollouts, or parts of whole episodes."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """Sections of the configuration that are this scorer's: in a workflow without it they are refused."""
     adds: ClassVar[frozenset[str]] = frozenset()
     """Fields of `Trajectories` that are None before it, and filled after."""
 
@@ -144,6 +146,8 @@ class RewardWorker(Scorer):
     policy. The judgement is the decision's whole reward, credited to the last of its executed actions. Successes and
     ends of episodes stay the simulator's.
     """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"reward"})
 
     def __init__(
         self, judge: Judge, threshold: float | None, rows: int, device: torch.device, affinity: Affinity | None = None

@@ -51,6 +51,11 @@ def check_run(config: Config) -> None:
 def check_training(config: Config) -> None:
     """Check a training run: `check_run`, its plan and profile, its evaluations, and, if nothing is planned, that
     environments divide among workers and groups among policy replicas."""
+    if not registry.policy_class(config.policy.kind).trainable:
+        raise UserError(
+            f"the policy {config.policy.kind} has nothing to learn: `embodied eval` evaluates it and `embodied record` "
+            "records its episodes; to train, take another policy.kind (gaussian_mlp, for example)"
+        )
     check_run(config)
     protocol = protocol_of(config)
     check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)

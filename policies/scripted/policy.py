@@ -27,6 +27,7 @@ class Scripted(Policy):
     """
 
     kind = "scripted"
+    trainable = False
 
     def __init__(self, spec: PolicySpec) -> None:
         """Raises `PolicyError` where the spec is that of no task with a script, or not of chunks of one action."""

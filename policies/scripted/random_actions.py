@@ -18,6 +18,7 @@ class RandomActions(Policy):
     distribution function; the mode, of which a uniform density has none, is the mean: zeros. Values are zero."""
 
     kind = "random"
+    trainable = False
 
     def __init__(self, spec: PolicySpec) -> None:
         super().__init__()

@@ -46,6 +46,7 @@ class Replay(Policy):
     """
 
     kind = "replay"
+    trainable = False
 
     def __init__(self, spec: PolicySpec, *, recording: str = "") -> None:
         """`recording` is the file's path. Raises `PolicyError` if it is damaged, or of another action size."""

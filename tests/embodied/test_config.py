@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from embodied.config.files import CONFIGS, all_settings, load_config, parse_config, save_config
+from embodied.config.files import CONFIGS, all_settings, load_config, parse_config, save_config, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError
 
@@ -167,3 +167,23 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("")
     assert load_config(str(path)) == Config()
+
+
+def test_a_copy_is_checked_as_a_file_is() -> None:
+    config = Config()
+    assert config.env.model_copy(update={"num_envs": 3}).num_envs == 3
+    for section, update, says in (
+        (config.env, {"num_env": 3}, "EnvConfig: unknown key 'num_env'; did you mean num_envs"),
+        (config.env, {"num_envs": "many"}, "EnvConfig: num_envs: .*got 'many'"),
+        (config, {"optim": {"lr": 1.0}}, "Config: unknown key 'optim.lr'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            section.model_copy(update=update)
+
+
+def test_settings_are_changed_by_their_keys() -> None:
+    changed = with_settings(Config(), {"optim.policy_lr": 1e-4, "seed": 3, "policy.options.widths": [8]}, "here")
+    assert (changed.optim.policy_lr, changed.seed, changed.policy.options) == (1e-4, 3, {"widths": [8]})
+    for key in ("optim.policy_rl", "optima.policy_lr", "seed.policy_lr"):
+        with pytest.raises(UserError, match=f"here: unknown key '{key}'"):
+            with_settings(Config(), {key: 1}, "here")

@@ -238,7 +238,7 @@ def test_a_run_that_goes_on_adapts_as_if_it_had_not_stopped(tmp_path: Path) -> N
     [
         ({"loss": {"entropy_target": 1.0}}, "loss.entropy_coef, which it adapts, begins as 0"),
         ({"workflow": "ppo_reference", "loss": {"reference_kl_target": 0.1}}, "loss.reference_kl, which it adapts"),
-        ({"workflow": "grpo", "advantage": {"normalise_returns": True}}, "trains no critic"),
+        ({"workflow": "grpo", "advantage": {"normalise_returns": True}}, "has no critic"),
         ({"optim": {"lr_kl": 0.01, "epochs": 1, "minibatch": 0}}, "an update is one step"),
     ],
 )

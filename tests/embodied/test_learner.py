@@ -437,7 +437,7 @@ def test_a_critic_that_warms_up_makes_no_backward_pass_through_the_policy(tmp_pa
 
 
 def test_a_warm_up_without_a_critic_is_refused() -> None:
-    with pytest.raises(UserError, match="the workflow grpo trains no critic"):
+    with pytest.raises(UserError, match="the workflow grpo has no critic"):
         Learner.check(Config(workflow="grpo", optim=OPTIM.model_copy(update={"critic_warmup": 1})))
 
 

@@ -10,8 +10,8 @@ import torch
 
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
-from embodied.commands.train import train_run, with_settings
-from embodied.config.files import load_config, parse_config
+from embodied.commands.train import train_run
+from embodied.config.files import load_config, parse_config, with_settings
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from policies import load

@@ -123,7 +123,7 @@ def test_missing_assets_are_refused_before_ray_is_started(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBODIED_LIBERO_ASSETS", "nowhere")
-    output = refusal(capsys, *command(verb, "libero_scripted"))
+    output = refusal(capsys, *command(verb, "libero_spatial_ppo"))
     assert "EMBODIED_LIBERO_ASSETS names nowhere, which does not exist" in output
 
 
@@ -139,7 +139,13 @@ def weights_are_here(name: str) -> bool:
     return named is None or Path(named).is_dir()
 
 
-COMPLETE = [name for name in shipped_configs() if weights_are_here(name)]
+SCRIPTED = [name for name in shipped_configs() if load_config(name).policy.kind == "scripted"]
+COMPLETE = [name for name in shipped_configs() if weights_are_here(name) and name not in SCRIPTED]
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_a_policy_without_weights_is_not_trained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the policy scripted has nothing to learn: `embodied eval`" in refusal(capsys, "train", name)
 
 
 @pytest.mark.parametrize("name", COMPLETE)

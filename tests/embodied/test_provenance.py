@@ -14,8 +14,7 @@ import yaml
 
 from embodied.commands.evaluate import evaluate_run, subject_of
 from embodied.commands.record import demonstration_episodes, record_run
-from embodied.commands.train import with_settings
-from embodied.config.files import load_config
+from embodied.config.files import load_config, with_settings
 from embodied.config.schema import HERE, PolicyConfig
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import evaluation_folder

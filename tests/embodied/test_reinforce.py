@@ -94,8 +94,11 @@ def test_a_divergence_without_a_reference_is_refused() -> None:
             {"extra_tasks": [{"task": "tabletop/push", "max_episode_steps": 3}], "advantage": {"overlong_margin": 4}},
             "tabletop/push 3",
         ),
-        ({"rollout": {"max_episodes_per_env": 4}}, "learns from every episode"),
-        ({"workflow": "ppo", "optim": {"critic_warmup": 3}}, "3 of 3 iterations: the policy would never learn"),
+        ({"rollout": {"max_episodes_per_env": 4}}, "has no comparison within episode groups"),
+        (
+            {"workflow": "ppo", "rollout": {}, "advantage": {}, "optim": {"critic_warmup": 3}},
+            "3 of 3 iterations: the policy would never learn",
+        ),
     ],
 )
 def test_settings_that_nothing_reads_are_refused_before_a_worker_starts(changes: dict[str, Any], says: str) -> None:

@@ -271,8 +271,9 @@ PPO_STEP_COST = passing(
 
 
 def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
-    train(config_of(iterations=1, workflow=f"{__name__}:PPO_STEP_COST"), tmp_path / "charged")
-    train(config_of(iterations=1, workflow="ppo"), tmp_path / "plain")
+    plain = config_of(iterations=1, workflow="ppo", reward={"function": None})
+    train(plain.model_copy(update={"workflow": f"{__name__}:PPO_STEP_COST"}), tmp_path / "charged")
+    train(plain, tmp_path / "plain")
     mine, its = (read(tmp_path / name)[0] for name in ("charged", "plain"))
     assert mine["time/step_cost_s"] > 0
     assert mine["learner/value_loss"] != its["learner/value_loss"]
@@ -281,7 +282,7 @@ def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_reward_teaches_something_else(tmp_path: Path) -> None:
     train(config_of(iterations=1), tmp_path / "judged")
-    train(config_of(iterations=1, workflow="ppo"), tmp_path / "simulated")
+    train(config_of(iterations=1, workflow="ppo", reward={"function": None}), tmp_path / "simulated")
     mine, its = (read(tmp_path / name)[0] for name in ("judged", "simulated"))
     assert mine["env/return"] == its["env/return"], "the record's return stays the simulator's"
     assert mine["learner/value_loss"] != its["learner/value_loss"]

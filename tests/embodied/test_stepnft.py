@@ -133,6 +133,7 @@ STEPNFT: dict[str, Any] = {
     "rollout": {"episodes_per_env": 1, "episode_group": 1},
     "advantage": {},
     "loss": {"ratio_unit": "action"},
+    "optim": {**SETTINGS["optim"], "value_lr": 3e-4},
 }
 
 
@@ -149,15 +150,21 @@ def test_a_run_learns_from_episodes(scored: str, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"loss": {}}, "has a loss for each action, and loss.ratio_unit is chunk: set it to action"),
-        ({"policy": {"kind": "gaussian_mlp"}}, "velocities of one drawn step, which the policy gaussian_mlp has not"),
-        ({"policy": {"kind": "flow", "options": {"joint": True}}}, "which the policy flow has not as it is"),
-        ({"policy": {"kind": "pi0", "options": {"scored": "learned"}}}, "which the policy pi0 has not as it is"),
-        ({"advantage": {"outcome": "return"}}, "knows solved episodes and others"),
+        (
+            {"policy": {"kind": "gaussian_mlp"}, "env": {}},
+            "drawn step, which the policy gaussian_mlp has not",
+        ),
+        ({"policy": {"kind": "flow", "options": {"joint": True}}, "env": {}}, "which the policy flow has not as it is"),
+        (
+            {"policy": {"kind": "pi0", "options": {"scored": "learned"}}, "env": {}},
+            "the policy pi0 has not as it is",
+        ),
+        ({"advantage": {"outcome": "return"}}, "has no outcome of an episode"),
         (
             {"advantage": {"overlong_margin": 2}, "env": {"max_episode_steps": 8}},
             "overlong_margin is 2, and",
         ),
-        ({"rollout": {"max_episodes_per_env": 4}}, "learns from every episode"),
+        ({"rollout": {"max_episodes_per_env": 4}}, "has no comparison within episode groups"),
         ({"workflow": "grpo"}, "judges episodes of a group against each other: set it to 2 or more"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 from embodied.commands.evaluate import evaluate_run
 from embodied.commands.record import record_run
 from embodied.commands.sft import sft_run
-from embodied.commands.train import train_run, with_settings
-from embodied.config.files import load_config
+from embodied.commands.train import train_run
+from embodied.config.files import load_config, with_settings
 from embodied.config.schema import Config
 from embodied.demonstrations import Dataset
 from embodied.evaluation.folder import read_folder
