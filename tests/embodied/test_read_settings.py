@@ -1,0 +1,171 @@
+"""The law of settings: one that nothing in a run reads is refused, for every setting and every workflow."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied.algorithms.estimators import gae
+from embodied.commands.train import train_run
+from embodied.config.files import all_settings, parse_config
+from embodied.config.schema import Config, Section
+from embodied.errors import UserError
+from embodied.workflows.checks import DEFAULTS, READERS, check_unread
+from embodied.workflows.recipes import PPO, RECIPES
+
+SMALL: dict[str, Any] = {
+    "seed": 2,
+    "iterations": 1,
+    "env": {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 4},
+    "policy": {"options": {"widths": [8]}},
+    "rollout": {"decisions": 4},
+    "optim": {"epochs": 1, "minibatch": 4, "threads": 1},
+    "eval": {"episodes": 2, "videos": 0},
+    "runtime": {"mode": "inline", "trace": False},
+}
+EPISODES: dict[str, Any] = {"rollout": {"episode_group": 2}}
+RETURNS: dict[str, Any] = {"advantage": {"outcome": "return"}}
+"""Untrained policies solve nothing: compared by success, no episode group would tell anything."""
+IMAGES: dict[str, Any] = {
+    "env": {**SMALL["env"], "cameras": 1, "image_size": 32},
+    "policy": {
+        "kind": "flow",
+        "reads": ["images", "proprio", "instruction"],
+        "options": {"encoder": "cnn", "features": 8, "widths": [8], "critic_widths": [8]},
+    },
+}
+OF_WORKFLOWS: dict[str, dict[str, Any]] = {
+    "ppo": {},
+    "grpo": {**EPISODES, **RETURNS},
+    "reinforce": EPISODES,
+    "stepnft": {
+        **EPISODES,
+        "policy": {"kind": "flow", "options": {"widths": [8], "critic_widths": [8], "steps": 2}},
+        "loss": {"ratio_unit": "action"},
+    },
+    "ppo_reference": {"loss": {"reference_kl": 0.1}},
+    "grpo_reference": {**EPISODES, **RETURNS, "loss": {"reference_kl": 0.1}},
+    "reinforce_reference": {**EPISODES, "advantage": {"reward_kl": 0.1}},
+    "ppo_reward": {**IMAGES, "reward": {"function": f"{__name__}:bright"}},
+}
+PLACED = {
+    *("farm.physics_workers", "farm.render_workers", "farm.nodes", "farm.devices", "farm.pin"),
+    *("optim.ranks", "optim.sharding", "optim.threads", "policy.device", "policy.replicas"),
+    *("runtime.address", "runtime.deadline_s", "runtime.mode", "runtime.worker_gb"),
+}
+"""Say where something is computed, and never what: a run inline has all in one process, and one with a plan the plan's.
+They may stand in a configuration whatever runs it."""
+OF_FAILURES = {"optim.non_finite_limit"}
+OF_OTHER_COMMANDS = {key for key in all_settings() if key.startswith("sft.")}
+"""A configuration serves `embodied sft` and `embodied train`."""
+
+
+def bright(frames: dict[str, Any], instructions: list[str]) -> Any:
+    return next(iter(frames.values())).float().mean((1, 2, 3))
+
+
+def config_of(workflow: str, **changes: Any) -> Config:
+    return parse_config({**SMALL, **OF_WORKFLOWS[workflow], "workflow": workflow, **changes}, "test")
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Keys of the settings that are read from here on, but for what only checks them."""
+    found: set[str] = set()
+    sections = {type(getattr(DEFAULTS, name)): name for name, field in Config.model_fields.items()}
+    plain = Section.__getattribute__
+
+    def noted(self: Section, name: str) -> Any:
+        if name in type(self).model_fields:
+            section = sections.get(type(self))
+            found.add(name if isinstance(self, Config) else f"{section}.{name}")
+        return plain(self, name)
+
+    monkeypatch.setattr(Section, "__getattribute__", noted)
+    monkeypatch.setattr("embodied.workflows.checks.check_unread", lambda config: None)
+    return found
+
+
+@pytest.mark.parametrize("workflow", sorted(OF_WORKFLOWS))
+def test_a_setting_is_read_or_refused(workflow: str, read: set[str], tmp_path: Path) -> None:
+    train_run(config_of(workflow), "law", tmp_path, resume=False)
+    unread = set(all_settings()) - read - PLACED - OF_FAILURES - OF_OTHER_COMMANDS
+    refused = {key for reader in READERS for key in reader.settings}
+    assert unread <= refused, f"{workflow} does not read them, and does not refuse them"
+
+
+@pytest.mark.parametrize("workflow", sorted(OF_WORKFLOWS))
+def test_what_a_workflow_does_not_read_is_named_with_a_remedy(workflow: str) -> None:
+    plain, recipe = config_of(workflow), RECIPES[workflow]
+    check_unread(plain)
+    for reader in READERS:
+        if not reader.there(plain, recipe):
+            for key in reader.settings:
+                section, _, name = key.partition(".")
+                data = plain.model_dump(mode="json")
+                data[section][name] = another(key)
+                with pytest.raises(
+                    UserError, match=f"{key} is .* has no {reader.name}, .*set workflow|{reader.remedy}"
+                ):
+                    check_unread(parse_config(data, "test"))
+
+
+def test_every_reader_is_had_somewhere() -> None:
+    for reader in READERS:
+        had = [reader.there(config_of(workflow), RECIPES[workflow]) for workflow in OF_WORKFLOWS]
+        assert reader.remedy or (any(had) and not all(had)), reader
+
+
+def test_one_message_names_all_of_them() -> None:
+    changes = {"advantage": {"gamma": 0.9, "lam": 0.9}, "loss": {"value_coef": 1.0}}
+    with pytest.raises(UserError) as caught:
+        check_unread(config_of("grpo", **changes))
+    for key in (
+        "advantage.gamma is 0.9 and advantage.lam is 0.9",
+        "--advantage.gamma 0.99 --advantage.lam 0.95",
+        "value_coef",
+    ):
+        assert key in str(caught.value)
+
+
+def test_an_estimator_of_ones_own_may_read_what_it_likes() -> None:
+    check_unread(
+        parse_config({"workflow": f"{__name__}:OWN", "advantage": {"scale": "batch", "baseline": "group"}}, "test")
+    )
+
+
+OWN = replace(PPO, name="own", estimator=gae)
+
+
+def another(key: str) -> Any:
+    """A value of the setting other than its default."""
+    section, _, name = key.partition(".")
+    default = getattr(getattr(DEFAULTS, section), name)
+    for value in (
+        True,
+        3,
+        0.5,
+        64,
+        "truncated",
+        "always",
+        "action",
+        "run",
+        "return",
+        "batch",
+        "group",
+        "episode",
+        "stock",
+    ):
+        with suppress(UserError):
+            found = parse_config({section: {name: value}}, "test")
+            if getattr(getattr(found, section), name) != default:
+                return value
+    return {"reward.function": "a:b", "advantage.keep_rates": [0.1, 0.9]}.get(key, "somewhere")
+
+
+def test_there_is_a_run_of_every_workflow() -> None:
+    assert set(OF_WORKFLOWS) == set(RECIPES)
