@@ -65,6 +65,11 @@ def check_task(task: str) -> None:
         getattr(importlib.import_module(module), function)()
 
 
+def has_cameras(task: str) -> bool:
+    """True if the task's simulator can draw. Imports the simulator."""
+    return backend(task.partition("/")[0]).make_renderer is not None
+
+
 def foreign_suite(name: str) -> str:
     """The end of a message about a task or suite of a simulator that has suites, and this one not; empty elsewhere."""
     simulator, _, task = name.partition("/")

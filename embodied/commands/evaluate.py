@@ -24,6 +24,7 @@ from embodied.evaluation.evaluate import (
 from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.execution.session import Session, open_session
+from embodied.reporting.live import optional
 from embodied.reporting.report import write_report
 from embodied.reporting.tables import evaluation_table
 from embodied.run import checkpoint
@@ -151,6 +152,8 @@ def finish_run(
     with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
         evaluated = evaluate(subject, protocol_of(config), session, folder)
     show_table(evaluated)
-    result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result, "report": str(write_report(run_dir))}
-    show(f"report: [bold]{result['report']}[/]")
+    result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result}
+    with optional("the report"):
+        result["report"] = str(write_report(run_dir))
+        show(f"report: [bold]{result['report']}[/]")
     return result

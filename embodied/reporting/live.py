@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from rich.text import Text
 
 from embodied.files import is_full
 
+_log = logging.getLogger(__name__)
 ROWS = 12
 _WIDE_ENOUGH_FOR_RETURN = 88
 _WIDE_ENOUGH_FOR_BAR = 112
@@ -244,6 +246,16 @@ def _is_animated(console: Console) -> bool:
 def tell(text: str) -> None:
     """Print a line that stays: above the table, where there is one."""
     _line(get_console(), text)
+
+
+@contextmanager
+def optional(what: str) -> Iterator[None]:
+    """A block whose failure is a warning, for what only shows a result that is kept already: a film, a page."""
+    try:
+        yield
+    except Exception as error:
+        _log.debug("%s failed", what, exc_info=True)
+        tell(f"Warning: {what} could not be made ({type(error).__name__}: {error}); the result is complete without it")
 
 
 def _line(console: Console, text: str) -> None:

@@ -8,7 +8,6 @@ since the run began, continuing over resumes) and the metrics. TensorBoard's fil
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -49,8 +48,6 @@ class MetricsWriter:
         file: str = FILE,
         say: Callable[[str], None] = tell,
     ) -> None:
-        if tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ModuleNotFoundError("TensorBoard is missing: `pip install tensorboard`, or turn it off")
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._name, self._path = file, self._run_dir / file
@@ -93,12 +90,13 @@ class MetricsWriter:
             for name, value in values.items():
                 summary.add_scalar(name, float(value), global_step=env_steps)
             summary.flush()
-        except OSError as error:
+        except Exception as error:  # whatever it is: the files only repeat the record
             self._tensorboard = False
             self._close_summary()
+            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._say(
-                f"cannot write {self._run_dir / 'tensorboard'} ({error.strerror}): TensorBoard's files end here, "
-                f"{self._name} goes on"
+                f"cannot write {self._run_dir / 'tensorboard'} ({why}): TensorBoard's files end here, {self._name} "
+                "goes on"
             )
 
     def sync(self) -> None:
@@ -129,7 +127,7 @@ class MetricsWriter:
     def _close_summary(self) -> None:
         summary, self._summary = self._summary, None
         if summary is not None:
-            with suppress(OSError):  # of what is still to be written: there is no room for it
+            with suppress(Exception):  # of what is still to be written: there is no room for it, or it failed before
                 summary.close()
 
     def close(self) -> None:
