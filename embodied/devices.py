@@ -60,6 +60,29 @@ def confine(cores: tuple[int, ...]) -> None:
             continue
 
 
+THREAD_FLOPS = 1e8
+"""Floating-point operations of a micro-batch from which another thread pays."""
+
+
+def available_threads() -> int:
+    """Number of cores that this process may use, or OMP_NUM_THREADS where that is less."""
+    cores, asked = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores
+
+
+def useful_threads(policy: Policy, rows: int, most: int) -> int:
+    """Number of threads, at most `most`, that an update of `policy` with micro-batches of `rows` samples can use.
+
+    All threads meet after each operator: in a small network that costs more than they save, and many times more where
+    another process has one of their cores. The number is a function of the configuration, and not measured, since
+    sums are rounded by the number of threads.
+    """
+    if policy.spec.cameras or device_of(policy) != CPU:
+        return most
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    return max(1, min(most, int(6 * rows * parameters / THREAD_FLOPS)))
+
+
 # --- devices
 
 CPU = torch.device("cpu")

@@ -356,7 +356,8 @@ class OptimConfig(Section):
     target_kl: float | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of each rank's update; 0 shares the cores out."""
+    """CPU threads of each rank's update; 0: as many as its network can use, of its share of the cores, and no more than
+    OMP_NUM_THREADS."""
     ranks: Annotated[int, Field(ge=1)] = 1
     """Learner processes that share every minibatch; a plan has its own number. `inline`, which is one process, has one
     rank, and computes what several do."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from embodied.config.schema import Config
-from embodied.devices import Affinity, accelerators
+from embodied.devices import Affinity, accelerators, available_threads
 from embodied.errors import UserError, nearest
 from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.workflows.context import FINALS, bootstrap_of, task_spec
@@ -101,7 +101,7 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
     recipe = recipe_of(config)
-    shared = Affinity((), config.optim.threads or max(len(cores) // config.optim.ranks, 1))
+    shared = Affinity((), config.optim.threads or max(min(len(cores), available_threads()) // config.optim.ranks, 1))
     placed: dict[str, tuple[Affinity, ...]] = {component.name: (shared,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
     ranks = 1 if config.runtime.mode == "inline" else config.optim.ranks

@@ -13,7 +13,6 @@ gradients and statistics are summed once per optimiser step. All ranks take the 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,16 @@ from torch import Tensor
 from embodied.algorithms.controls import UpdateControls
 from embodied.algorithms.samples import Samples, join_samples, samples_of
 from embodied.config.schema import Config
-from embodied.devices import Affinity, await_devices, defines, device_of, forget_peak, peak_bytes
+from embodied.devices import (
+    Affinity,
+    available_threads,
+    await_devices,
+    defines,
+    device_of,
+    forget_peak,
+    peak_bytes,
+    useful_threads,
+)
 from embodied.errors import UserError
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.parallel import ReplicatedPolicy, values_of
@@ -115,7 +123,10 @@ class Learner(WeightsPublisher):
         """The update is one step, whose gradient is a sum over parts."""
         self._estimates_together = not groups_suffice(config)
         """The estimator needs all parts of an iteration at once."""
-        self._affinity = affinity or Affinity((), config.optim.threads or len(os.sched_getaffinity(0)))
+        self._affinity = affinity or Affinity((), config.optim.threads or available_threads())
+        if not config.optim.threads:
+            rows = config.optim.micro_batch or config.optim.minibatch or config.env.num_envs * config.rollout.decisions
+            self._affinity = replace(self._affinity, threads=useful_threads(policy, rows, self._affinity.threads))
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
         self._writer = BackgroundWriter()

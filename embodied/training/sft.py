@@ -35,7 +35,7 @@ from embodied.demonstrations.mixture import (
     gripper_map,
     open_sources,
 )
-from embodied.devices import Affinity, device_of
+from embodied.devices import Affinity, available_threads, device_of, useful_threads
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
 from embodied.files import write_whole
@@ -135,7 +135,8 @@ class Imitator:
     def __init__(self, config: Config, info: TaskInfo, demonstrations: Demonstrations) -> None:
         self.config, self.demonstrations = config, demonstrations
         self.policy: Policy = make_policy(config, policy_spec(config, info))
-        self._affinity = Affinity((), config.optim.threads or torch.get_num_threads())
+        threads = useful_threads(self.policy, config.optim.micro_batch or config.sft.batch, available_threads())
+        self._affinity = Affinity((), config.optim.threads or threads)
         self.optimizer = torch.optim.Adam(list(self.policy.actor_parameters()), lr=config.sft.lr, fused=True)
         self.done = 0
         """Steps."""

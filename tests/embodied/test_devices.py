@@ -17,7 +17,17 @@ from torch import Tensor
 import policies
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.devices import Affinity, decide, device_of, find_device, settle, to_host, value_of
+from embodied.devices import (
+    Affinity,
+    available_threads,
+    decide,
+    device_of,
+    find_device,
+    settle,
+    to_host,
+    useful_threads,
+    value_of,
+)
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.iteration import start_run
@@ -478,3 +488,22 @@ def test_what_is_frozen_is_not_sent(tmp_path: Path) -> None:
     learner = Learner(policy, config_of(), tmp_path)
     weights = learner.weights()
     assert frozen and set(weights) == set(policy.state_dict()) - set(frozen)
+
+
+def test_a_small_network_is_updated_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=8), 0, widths=[64, 64])
+    large = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=8), 0, widths=[1024, 1024])
+    assert useful_threads(small, 128, 16) == 1
+    assert 1 < useful_threads(large, 32, 16) < 16 == useful_threads(large, 4096, 16), "it grows with the work"
+    cores = len(os.sched_getaffinity(0))
+    for asked, given in (("1", 1), (str(cores + 1), cores), ("", cores), ("0", cores), ("2,1", cores)):
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+        assert available_threads() == given
+
+
+def test_the_learners_threads_are_those_that_were_set_or_else_useful(tmp_path: Path) -> None:
+    for threads, expected in ((0, 1), (3, 3)):
+        config = parse_config({"env": {"task": "tabletop/reach"}, "optim": {"threads": threads}}, "test")
+        policy = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=8), 0, widths=[16])
+        learner = Learner(policy, config, tmp_path, Affinity((), 3))
+        assert learner._affinity.threads == expected
