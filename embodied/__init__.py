@@ -45,7 +45,7 @@ def evaluate(
     """
     from embodied.commands.evaluate import evaluate_run
     from embodied.config.files import parse_config
-    from embodied.run.folder import settings_of
+    from embodied.run.saved_settings import settings_of
 
     data = settings_of(str(run), Path("."), code).model_dump(mode="json")
     data["eval"] |= settings
