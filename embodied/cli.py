@@ -45,6 +45,8 @@ VERBS = {
 }
 """Verb to its module in `embodied.commands` and what it must be given first."""
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
+OWN = ("import", "bench", "runs")
+"""Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 """The help with every setting."""
@@ -85,27 +87,31 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
         return _module(verb, name).main(arguments)
     args = _parse(verb, _arguments(verb, name), arguments[0] if given else "", arguments)
-    from embodied.files import write_json
-    from policies.errors import PolicyError
-    from schedulers.errors import PlanError
-    from sim_farm.contract import FarmError
-
     try:
         # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
         if hasattr(args, "check"):
             args.check()
         result = _module(verb, name).run(args)
-    except (FarmError, PolicyError, PlanError) as error:
+    except _mistakes() as error:
         raise UserError(str(error)) from error
     if args.json is not None:
+        from embodied.files import write_json
+
         write_json(args.json, result)
     return 0
 
 
+def _mistakes() -> tuple[type[Exception], ...]:
+    """The other packages' errors that the user can mend, of those packages that are imported: no other can raise."""
+    homes = {"policies.errors": "PolicyError", "schedulers.errors": "PlanError", "sim_farm.contract": "FarmError"}
+    return tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)
+
+
 def _arguments(verb: str, name: str) -> Any:
     """The type of the verb's arguments."""
-    kinds = _module(verb, "arguments")
-    return getattr(kinds, f"{verb.capitalize()}Arguments", None) or _module(verb, name).Arguments
+    if verb in OWN:
+        return _module(verb, name).Arguments
+    return getattr(_module(verb, "arguments"), f"{verb.capitalize()}Arguments")
 
 
 def _module(verb: str, name: str) -> ModuleType:

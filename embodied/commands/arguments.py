@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from embodied.config.files import RUNS
 from embodied.config.schema import Config
+from embodied.run import RUNS
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from rich import print as show
 
 import schedulers
 from embodied.commands.arguments import CompareArguments as Arguments
-from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.errors import UserError
@@ -30,6 +29,7 @@ from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, s
 from embodied.reporting import report
 from embodied.reporting.plan_picture import bars_of, bars_of_spans, draw_bars, draw_timelines
 from embodied.reporting.tables import table
+from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.statistics import typical
 from embodied.training.preflight import check_run

@@ -13,7 +13,6 @@ from rich import print as show
 
 import schedulers
 from embodied.commands.arguments import PlanArguments as Arguments
-from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.execution.assignment import HOME
 from embodied.files import write_whole
@@ -28,6 +27,7 @@ from embodied.planning.run_plans import (
     sized_workflow,
 )
 from embodied.reporting.plan_picture import draw_plan
+from embodied.run import RUNS
 from embodied.run.folder import with_init
 from schedulers import Cluster, Plan, Profile, Workflow
 

@@ -10,12 +10,12 @@ from rich import print as show
 
 import schedulers
 from embodied.commands.arguments import ProfileArguments as Arguments
-from embodied.config.files import RUNS
 from embodied.config.schema import Config
 from embodied.execution.session import open_session
 from embodied.files import write_whole
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import make_folder
+from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
