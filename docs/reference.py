@@ -34,9 +34,13 @@ MODULES = "<!-- modules: written by docs/reference.py -->"
 """Marker in docs/architecture.md: the text after it is generated."""
 NOTE = "<!-- Written by docs/reference.py: change the source, then run `make docs`. -->"
 CLI = """
-`embodied VERB --help` says the same. Verbs that take CONFIG or RUN take every [setting](settings.md) as an option
-(`--loss.clip 0.1`), and every verb takes `--json FILE`. CONFIG is a file of `configs/` (`embodied train` lists them)
-or the path of one; RUN is a run's folder, or its name below `runs/`.
+`embodied VERB --help` says the same, with the settings that are changed most; `embodied VERB --help-all` has every one,
+and `embodied --version` says which version this is. Verbs that take CONFIG or RUN take every [setting](settings.md) as
+an option (`--loss.clip 0.1`), and every verb takes `--json FILE`. CONFIG is a file of `configs/` (`embodied train`
+lists them) or the path of one; RUN is a run's folder, or its name below `runs/`.
+
+Options of the policy are given and removed whether or not the configuration names them: `--policy.options.NAME VALUE`
+gives one, and `--policy.options.NAME=`, with nothing after the sign, removes it, which leaves the policy's own default.
 
 Exit status: 0 done; 1 a failure of ours, with a traceback (of `doctor`: something is missing); 2 a mistake that the
 message says how to mend; 130 interrupted.

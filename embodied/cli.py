@@ -145,9 +145,9 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
             options["default"] = kind(named)
     try:
         if "settings" in names and set(HELP) & set(arguments) and not asked_for_all:
-            from embodied.commands.short_help import short_help
+            from embodied.commands.short_help import show_help
 
-            print(short_help(verb, kind, options["default"].settings))
+            show_help(verb, kind, options["default"].settings)
             raise SystemExit(0)
         return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
     except BrokenPipeError:

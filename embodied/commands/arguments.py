@@ -38,7 +38,7 @@ class TrainArguments:
         from embodied.training import first_checks
 
         if not self.sweep:
-            first_checks.check_names(self.settings, resumed=self.resume == "auto")
+            first_checks.check_policy(self.settings, resumed=self.resume == "auto")
             first_checks.check_rollouts(self.settings)
             first_checks.check_farms(self.settings)
             first_checks.check_trials(self.settings)
@@ -68,7 +68,7 @@ class SftArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
-        first_checks.check_names(self.settings, resumed=self.resume == "auto")
+        first_checks.check_policy(self.settings, resumed=self.resume == "auto")
         first_checks.check_trials(self.settings)
 
 
@@ -98,7 +98,7 @@ class EvalArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
-        first_checks.check_names(self.settings)
+        first_checks.check_policy(self.settings)
         first_checks.check_trials(self.settings)
 
 
@@ -133,7 +133,7 @@ class RecordArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
-        first_checks.check_names(self.settings)
+        first_checks.check_policy(self.settings)
         first_checks.check_trials(self.settings)
 
 
@@ -153,7 +153,7 @@ class ProfileArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
-        first_checks.check_names(self.settings)
+        first_checks.check_policy(self.settings)
         first_checks.check_rollouts(self.settings)
 
 
@@ -177,7 +177,7 @@ class PlanArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
-        first_checks.check_names(self.settings)
+        first_checks.check_policy(self.settings)
         first_checks.check_rollouts(self.settings)
 
 
@@ -190,8 +190,9 @@ class CompareArguments:
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     profile: Path | None = None
     """Measured times; none: measured first."""
-    out: Path = Path("compare")
-    """Folder for compare.html, the pictures and compare.json."""
+    out: Path | None = None
+    """Folder for compare.html, the pictures and compare.json; none: compare/, or compare/NAME with --name, which the
+    workload is called by on the page."""
     repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
     """Number of times that all modes are run in turn, three iterations each."""
     json: Path | None = None
@@ -201,7 +202,7 @@ class CompareArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
-        first_checks.check_names(self.settings)
+        first_checks.check_policy(self.settings)
         first_checks.check_rollouts(self.settings)
 
 

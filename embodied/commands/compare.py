@@ -36,10 +36,15 @@ from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import DeviceRange, Plan, Profile, Workflow
 
+COMPARED = Path("compare")
+"""Folder of comparisons without --out."""
+
 
 def run(args: Arguments) -> dict[str, Any]:
     settings = with_init(args.settings, RUNS, required=False)
-    return compare_command(settings, Path(args.config).stem, args.out, args.profile, args.repeats)
+    name = settings.name or Path(args.config).stem
+    out = args.out or (COMPARED / settings.name if settings.name else COMPARED)
+    return compare_command(settings, name, out, args.profile, args.repeats)
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,8 @@ def _trained(path: Path) -> dict[str, Any]:
         *lines, _torn = file.read(TAIL).split(b"\n")
     whole = [line.strip(b"\0") for line in (lines if size <= TAIL else lines[1:]) if line.strip(b"\0")]
     if not whole:
+        if size > TAIL:
+            raise ValueError(f"its last {TAIL} bytes have no whole row")
         return {}
     row = json.loads(whole[-1])
     recent = _number(row.get("env/success_recent"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -77,6 +78,7 @@ EXAMPLES = {
     "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.classifier"),),
     "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
     "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
+    "runs": (("embodied runs", "what each trains, its state, success, return, env steps, time"),),
     "doctor": (("embodied doctor", "what is missing, with commands"),),
 }
 """Commands of each verb, the usual ones first, with what they do."""
@@ -85,20 +87,19 @@ SHOWN = 3
 WIDEST = 120
 
 
-def short_help(verb: str, kind: Any, settings: Config) -> str:
-    """The verb's own arguments in full, `CHANGED` with the values that `settings` has, commands, configurations."""
-    width = min(shutil.get_terminal_size((120, 24)).columns, WIDEST)
-    own = tyro.extras.get_parser(_own(kind), prog=f"embodied {verb}").format_help()
-    examples = [(command, f"# {does}") for command, does in EXAMPLES[verb][:SHOWN]]
-    return "\n\n".join(
-        (
-            own.strip(),
-            f"settings that are changed most (`embodied {verb} --help-all` and docs/settings.md have every one):\n"
-            + _columns([_setting(key, example, settings) for key, example in CHANGED.items()], width),
-            "examples:\n" + _columns(examples, width),
-            f"configurations (`embodied {verb}` alone says what each is):\n" + _filled(list(shipped_configs()), width),
-        )
-    )
+def show_help(verb: str, kind: Any, settings: Config) -> None:
+    """Print the verb's own arguments in full, `CHANGED` with the values that `settings` has, commands, and the
+    configurations."""
+    with contextlib.suppress(SystemExit):  # the parser's way to end
+        tyro.cli(_own(kind), args=["--help"], prog=f"embodied {verb}")
+    width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+    every = f"`embodied {verb} --help-all` and docs/settings.md have every one"
+    print(f"\nsettings that are changed most ({every}):")
+    print(_columns([_setting(key, example, settings) for key, example in CHANGED.items()], width))
+    print("\nexamples:")
+    print(_columns([(command, f"# {does}") for command, does in EXAMPLES[verb][:SHOWN]], width))
+    print("\nconfigurations (`embodied train` alone says what each is):")
+    print(_filled(list(shipped_configs()), width))
 
 
 def _own(kind: Any) -> Any:
@@ -117,7 +118,7 @@ def _setting(key: str, example: str, settings: Config) -> tuple[str, str]:
     choices = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is Literal else ()
     sentence = re.split(r"(?<=[.;])\s", field.description or "")[0].rstrip(".;")
     meaning = " ".join((" | ".join(choices) or sentence).split())
-    return f"--{key.replace('_', '-')} {example}", f"{meaning} ({value})"
+    return f"--{key.replace('_', '-')} {example}", f"{meaning} ({'none' if value is None else value})"
 
 
 def _columns(rows: list[tuple[str, str]], width: int) -> str:

@@ -17,9 +17,9 @@ from sim_farm.catalogue import check_task
 from sim_farm.client.task_farm import check_division
 
 
-def check_names(config: Config, resumed: bool = False) -> None:
-    """Check that the policy's kind, the files it is built from and the tasks exist. A run that is `resumed` has a
-    revision of its own of a Hugging Face name, which is not looked for."""
+def check_policy(config: Config, resumed: bool = False) -> None:
+    """Check that the policy's kind and the files it is built from exist. A run that is `resumed` has a revision of its
+    own of a Hugging Face name, which is not looked for."""
     policy = config.policy
     if ":" not in policy.kind:  # else code, which has to be imported
         check_kind(policy.kind)
@@ -27,12 +27,12 @@ def check_names(config: Config, resumed: bool = False) -> None:
         check_folders(policy.architecture)
     elif not resumed and not (HERE / policy.path).is_dir():
         hub.check_checkpoint(policy.path)
-    for task in tasks_of(config):
-        check_task(task.env.task)
 
 
 def check_rollouts(config: Config) -> None:
-    """Check that environments fill episode groups, where the workflow has them."""
+    """Check that the tasks exist, and that environments fill episode groups where the workflow has them."""
+    for task in tasks_of(config):
+        check_task(task.env.task)
     if ":" not in config.workflow and recipe_of(config).rollout == "episodes":
         check_episode_groups(config)
 
@@ -45,7 +45,10 @@ def check_farms(config: Config) -> None:
 
 
 def check_trials(config: Config) -> None:
-    """Check that the environments of an evaluation divide among workers and groups."""
+    """Check that the task of an evaluation exists, unless it names others, and that environments divide among workers
+    and groups."""
+    if not config.eval.tasks:
+        check_task(config.env.task)
     _check_division(config, config.eval.num_envs or config.env.num_envs)
 
 
