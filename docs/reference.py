@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from embodied.cli import VERBS
+from embodied.commands.short_help import EXAMPLES
 from embodied.config.schema import Config
 
 FOLDER = Path(__file__).resolve().parent
@@ -33,9 +34,13 @@ MODULES = "<!-- modules: written by docs/reference.py -->"
 """Marker in docs/architecture.md: the text after it is generated."""
 NOTE = "<!-- Written by docs/reference.py: change the source, then run `make docs`. -->"
 CLI = """
-`embodied VERB --help` says the same. Verbs that take CONFIG or RUN take every [setting](settings.md) as an option
-(`--loss.clip 0.1`), and every verb takes `--json FILE`. CONFIG is a file of `configs/` (`embodied train` lists them)
-or the path of one; RUN is a run's folder, or its name below `runs/`.
+`embodied VERB --help` says the same, with the settings that are changed most; `embodied VERB --help-all` has every one,
+and `embodied --version` says which version this is. Verbs that take CONFIG or RUN take every [setting](settings.md) as
+an option (`--loss.clip 0.1`), and every verb takes `--json FILE`. CONFIG is a file of `configs/` (`embodied train`
+lists them) or the path of one; RUN is a run's folder, or its name below `runs/`.
+
+Options of the policy are given and removed whether or not the configuration names them: `--policy.options.NAME VALUE`
+gives one, and `--policy.options.NAME=`, with nothing after the sign, removes it, which leaves the policy's own default.
 
 Exit status: 0 done; 1 a failure of ours, with a traceback (of `doctor`: something is missing); 2 a mistake that the
 message says how to mend; 130 interrupted.
@@ -44,51 +49,6 @@ SETTINGS = """
 Every setting with its default. A YAML file says what differs (`loss: {clip: 0.1}`), the command line overrides it
 (`--loss.clip 0.1`), and a run saves all of them in `config.yaml`.
 """
-EXAMPLES = {
-    "train": (
-        ("embodied train CONFIG --loss.clip 0.1 --seed 3", "any setting can be given"),
-        ("embodied train CONFIG --name N --resume auto", "goes on with a run, or begins it"),
-        ("embodied train CONFIG --seeds 1 2 3", "once with each seed, and a page with the mean curve and its interval"),
-        ("embodied train CONFIG --sweep optim.policy_lr=1e-4,3e-4", "once with each value of a setting"),
-        ("embodied train CONFIG --eval.every 10", "evaluates every tenth checkpoint and keeps the best"),
-        ("embodied train CONFIG --plan.mode auto", "measures, plans, trains"),
-        ("embodied train CONFIG --cluster HOST:PORT", "on a Ray cluster"),
-        ("embodied train CONFIG --policy.replicas 4 --optim.ranks 4 --farm.groups 8", "more policy workers, ranks"),
-    ),
-    "sft": (
-        ("embodied sft CONFIG --data FOLDER|ORG/NAME ...", "learns from ours or any LeRobot dataset (3.x, 2.1, 2.0)"),
-    ),
-    "eval": (
-        ("embodied eval RUN", "100 unseen episodes with the 95% interval"),
-        ("embodied eval RUN --eval.tasks libero/libero_spatial --eval.protocol openvla-oft", "a published protocol"),
-        ("embodied eval RUN --against RUN2", "both on the same episodes, their difference, a film of it"),
-        ("embodied eval RUN --eval.instruction TEXT", "another instruction than the task's"),
-        ("embodied eval CONFIG --policy.path FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
-    ),
-    "record": (
-        ("embodied record RUN --out FOLDER --episodes 50 --only-successes", "demonstrations in LeRobot's layout"),
-    ),
-    "import": (
-        ("embodied import SOURCE --out FOLDER", "ManiSkill, LIBERO, robomimic, RLDS; RLinf's and verl's shards"),
-    ),
-    "profile": (("embodied profile CONFIG --out profile.json", "every component alone, beside others, sharing cores"),),
-    "plan": (("embodied plan CONFIG --profile profile.json --cluster FILE", "for this machine or one that you lack"),),
-    "compare": (("embodied compare CONFIG", "collocated, disaggregated and hybrid: measured beside predicted"),),
-    "bench": (
-        (
-            "embodied bench farm --task maniskill/PushCube-v1 --cameras 1 --chunk 8",
-            "env steps/s beside peers and limits",
-        ),
-        ("embodied bench transport", "frames through slots, pipe, queue and Ray's store, beside memcpy"),
-        ("embodied bench policy --model openvla-7b --random-weights", "actions/s, latency, memory, beside the limit"),
-        ("embodied bench learner --model pi0 --random-weights", "samples/s of an update"),
-    ),
-    "inspect": (("embodied inspect FOLDER|CHECKPOINT", "a table, a contact sheet, histograms of actions"),),
-    "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.classifier"),),
-    "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
-    "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
-    "doctor": (("embodied doctor", "what is missing, with commands"),),
-}
 
 
 def cli_page() -> str:

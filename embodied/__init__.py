@@ -8,7 +8,9 @@ again = embodied.evaluate(result["run"])
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,35 @@ if TYPE_CHECKING:
     from embodied.config.schema import Config
 
 # Nothing heavy is imported here: `embodied doctor` must run where the packages it looks for are missing.
+
+
+def _check_siblings() -> None:
+    """Raise `ImportError` where another module has the name of a package beside this one, in whose place it would be
+    imported. The command line ends with the message alone and exit status 2."""
+    for name in ("policies", "schedulers", "sim_farm"):
+        ours, found = Path(__file__).resolve().parent.parent / name, _place(name)
+        if found is None or not ours.is_dir() or ours in (found.resolve(), found.resolve().parent):
+            continue
+        message = (
+            f"{found} hides this project's package {name}, {ours}: rename it, start from another folder, or take its "
+            "folder out of PYTHONPATH"
+        )
+        if Path(sys.argv[0]).name == "embodied" or "embodied.cli" in sys.orig_argv:
+            print(f"embodied: {message}", file=sys.stderr)
+            raise SystemExit(2)
+        raise ImportError(message)
+
+
+def _place(name: str) -> Path | None:
+    """The file that `import name` executes, without executing it; None where there is none."""
+    try:
+        spec = find_spec(name)
+    except ValueError:  # imported already, from nowhere
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+_check_siblings()
 
 
 def load_config(reference: str, code: Collection[str] = ()) -> Config:
@@ -45,7 +76,7 @@ def evaluate(
     """
     from embodied.commands.evaluate import evaluate_run
     from embodied.config.files import parse_config
-    from embodied.run.folder import settings_of
+    from embodied.run.saved_settings import settings_of
 
     data = settings_of(str(run), Path("."), code).model_dump(mode="json")
     data["eval"] |= settings

@@ -1,7 +1,8 @@
 """The command line: `embodied VERB ...`. What it does can also be done from Python, see `embodied/__init__.py`.
 
 Each verb is a module in `embodied/commands/` with the dataclass `Arguments` and the function `run`. Only the verb that
-was typed is imported: `embodied --help` takes no seconds, and `embodied doctor` works where packages are missing.
+was typed is imported, after its arguments (`embodied/commands/arguments.py`) were parsed and the first checks made:
+`--help` and the common mistakes wait for no torch, and `embodied doctor` works where packages are missing.
 
 Exit status: 0 done, 1 our own failure (with a traceback), 2 a mistake that the message says how to mend,
 130 interrupted.
@@ -11,15 +12,19 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import importlib
 import os
 import signal
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from embodied.config.schema import Config
 
 VERBS = {
     "train": ("train", "CONFIG"),
@@ -35,11 +40,16 @@ VERBS = {
     "reward": ("reward", "DATA"),
     "export": ("export", "RUN"),
     "report": ("report", "RUN"),
+    "runs": ("runs", ""),
     "doctor": ("doctor", ""),
 }
 """Verb to its module in `embodied.commands` and what it must be given first."""
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
+OWN = ("import", "bench", "runs")
+"""Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
 HELP = ("-h", "--help")
+HELP_ALL = "--help-all"
+"""The help with every setting."""
 OPTION = "--policy.options."
 
 
@@ -51,6 +61,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not arguments or arguments[0] in HELP:
         print(_help())
+        return 0
+    if arguments[0] == "--version":
+        print(_version())
         return 0
     try:
         return _run(arguments[0], arguments[1:])
@@ -68,26 +81,37 @@ def _run(verb: str, arguments: list[str]) -> int:
         raise UserError(f"there is no `embodied {verb}`{nearest(verb, list(VERBS))}")
     name, first = VERBS[verb]
     given = bool(arguments) and not arguments[0].startswith("-")
-    if first and not given and not set(HELP) & set(arguments):
+    if first and not given and not {*HELP, HELP_ALL} & set(arguments):
         print(_usage(verb, first), file=sys.stderr)
         return 2
-    module = _module(verb, name)
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
-        return module.main(arguments)
-    args = _parse(verb, module.Arguments, arguments[0] if given else "", arguments)
-    # A mistake in the arguments is answered before torch is imported, which takes seconds.
-    from embodied.files import write_json
-    from policies.contract import PolicyError
-    from schedulers.errors import PlanError
-    from sim_farm.contract import FarmError
-
+        return _module(verb, name).main(arguments)
+    args = _parse(verb, _arguments(verb, name), arguments[0] if given else "", arguments)
     try:
-        result = module.run(args)
-    except (FarmError, PolicyError, PlanError) as error:
+        # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
+        if hasattr(args, "check"):
+            args.check()
+        result = _module(verb, name).run(args)
+    except _mistakes() as error:
         raise UserError(str(error)) from error
     if args.json is not None:
+        from embodied.files import write_json
+
         write_json(args.json, result)
     return 0
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+    """The other packages' errors that the user can mend, of those packages that are imported: no other can raise."""
+    homes = {"policies.errors": "PolicyError", "schedulers.errors": "PlanError", "sim_farm.contract": "FarmError"}
+    return tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)
+
+
+def _arguments(verb: str, name: str) -> Any:
+    """The type of the verb's arguments."""
+    if verb in OWN:
+        return _module(verb, name).Arguments
+    return getattr(_module(verb, "arguments"), f"{verb.capitalize()}Arguments")
 
 
 def _module(verb: str, name: str) -> ModuleType:
@@ -106,22 +130,45 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
 
     options: dict[str, Any] = {}
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    asked_for_all = HELP_ALL in arguments
+    arguments = [HELP[-1] if argument == HELP_ALL else argument for argument in arguments]
     if "settings" in names:
         # What comes first names the configuration or run; of `inspect`, which looks at something else, an option does.
         source = named if "CONFIG" in VERBS[verb][1] else _given(arguments, "--config")
         if source:
             settings = _settings(source, arguments, "run" in names)
-            further, arguments = _further_options(arguments, settings.policy.options)
-            policy = settings.policy.model_copy(update={"options": settings.policy.options | further})
+            known, arguments = _without_removed(arguments, settings.policy.options)
+            further, arguments = _further_options(arguments, known)
+            policy = settings.policy.model_copy(update={"options": known | further})
             options["default"] = kind(named, settings=settings.model_copy(update={"policy": policy}))
         else:
             options["default"] = kind(named)
     try:
+        if "settings" in names and set(HELP) & set(arguments) and not asked_for_all:
+            from embodied.commands.short_help import show_help
+
+            show_help(verb, kind, options["default"].settings)
+            raise SystemExit(0)
         return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
     except BrokenPipeError:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _without_removed(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The configuration's options of the policy but for those that `--policy.options.NAME=` takes away, and the other
+    arguments.
+
+    One that the configuration does not name is taken away already. Raises `UserError` where that is a slip."""
+    removed = [a for a in arguments if a.startswith(OPTION) and a.endswith("=") and a.count("=") == 1]
+    names = [argument[len(OPTION) : -1].replace("-", "_") for argument in removed]
+    for name in names:
+        slip = name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if slip:
+            raise UserError(f"{OPTION}{name}= removes an option that is not there; did you mean {OPTION}{slip[0]}=?")
+    kept = {name: value for name, value in known.items() if name not in names}
+    return kept, [argument for argument in arguments if argument not in removed]
 
 
 def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -153,12 +200,12 @@ def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
     return found, rest
 
 
-def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Any:
+def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Config:
     from embodied.config.schema import KEYS
 
     code = [str(_option(arguments, f"--{key}", "")) for key in KEYS]
     if may_be_a_run:
-        from embodied.run.folder import settings_of
+        from embodied.run.saved_settings import settings_of
 
         return settings_of(named, _option(arguments, "--runs-dir", "runs"), code)
     from embodied.config.files import load_config
@@ -181,6 +228,15 @@ def _given(arguments: list[str], name: str) -> str:
     return ""
 
 
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return f"embodied {metadata.version('embodied-farm')}"
+    except metadata.PackageNotFoundError:
+        return "embodied, of a source tree that is not installed (pip install -e '.[all]')"
+
+
 def _help() -> str:
     folder = Path(__file__).parent / "commands"
     lines = [f"usage: embodied VERB ...\n\n{ABOUT}\n"]
@@ -188,7 +244,8 @@ def _help() -> str:
         # Read, not imported: importing all of them takes seconds.
         about = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text())) or ""
         lines.append(f"  {verb:8} {about.splitlines()[0].partition(': ')[2].rstrip('.')}")
-    return "\n".join([*lines, "\n`embodied VERB --help` says what a verb takes."])
+    last = "\n`embodied VERB --help` says what a verb takes, `embodied --version` which version this is."
+    return "\n".join([*lines, last])
 
 
 def _usage(verb: str, first: str) -> str:

@@ -52,6 +52,13 @@ def checkpoint_folder(name: str | Path, fetch: bool = True) -> Path:
     return _folder(str(name), "model", fetch)
 
 
+def check_checkpoint(name: str) -> None:
+    """Raise as `checkpoint_folder` does where there is no such folder or model, or it cannot be reached. Downloads
+    no more than its config.json."""
+    if not Path(name).exists():
+        _snapshot(_parsed(name, "model"), "model", fetch=True, patterns=("config.json",))
+
+
 def dataset_folder(name: str | Path, fetch: bool = True) -> Path:
     """The folder `name`, or that of the dataset so called, downloaded where it is not there yet.
 
@@ -77,12 +84,7 @@ def kept(given: str | Path, recorded: str | Path) -> str:
 def _folder(text: str, kind: Kind, fetch: bool) -> Path:
     if Path(text).exists():
         return Path(text)
-    name = Name.parse(text)
-    if name is None:
-        raise UserError(
-            f"{SETTING[kind]}: {shown(text)} is no folder here, and no name of a Hugging Face repository "
-            "(org/name or org/name@revision)"
-        )
+    name = _parsed(text, kind)
     folder = _snapshot(name, kind, fetch)
     if kind == "model" and not any(folder.rglob("*.safetensors")):
         raise UserError(
@@ -92,7 +94,18 @@ def _folder(text: str, kind: Kind, fetch: bool) -> Path:
     return folder
 
 
-def _snapshot(name: Name, kind: Kind, fetch: bool) -> Path:
+def _parsed(text: str, kind: Kind) -> Name:
+    name = Name.parse(text)
+    if name is None:
+        raise UserError(
+            f"{SETTING[kind]}: {shown(text)} is no folder here, and no name of a Hugging Face repository "
+            "(org/name or org/name@revision)"
+        )
+    return name
+
+
+def _snapshot(name: Name, kind: Kind, fetch: bool, patterns: tuple[str, ...] | None = None) -> Path:
+    """The folder of the repository's files in the cache: those of its kind, or of these patterns."""
     import httpx2
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -111,7 +124,7 @@ def _snapshot(name: Name, kind: Kind, fetch: bool) -> Path:
     )
     try:
         folder = snapshot_download(
-            name.repository, repo_type=kind, revision=name.revision, allow_patterns=list(PATTERNS[kind]),
+            name.repository, repo_type=kind, revision=name.revision, allow_patterns=list(patterns or PATTERNS[kind]),
             local_files_only=not fetch,
         )  # fmt: skip
         return Path(folder)

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from policies.errors import PolicyError as PolicyError
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -288,10 +290,6 @@ class Policy(nn.Module):
         """Parameters that are trained with the actor's learning rate."""
         critic = {id(p) for p in self.value_head.parameters()}
         return (p for p in self.parameters() if id(p) not in critic)
-
-
-class PolicyError(Exception):
-    """A mistake of the user about a policy, with a message that says what to do next."""
 
 
 def spec_to_dict(spec: PolicySpec) -> dict[str, Any]:

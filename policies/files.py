@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from policies.contract import PolicyError
+from policies.errors import PolicyError, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -74,15 +74,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 M = TypeVar("M", bound=BaseModel)
-
-
-def shown(value: object, longest: int = 100) -> str:
-    """A value of an outside file, shortened for a message."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
-    return text if len(text) <= longest else text[:longest] + "..."
 
 
 def checked(path: Path, schema: type[M], raw: Mapping[str, Any]) -> M:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import math
@@ -13,21 +12,10 @@ from typing import Any
 
 import torch
 
-from policies.contract import Policy, PolicyError, PolicySpec
-from policies.files import CONFIG, read_json, shown
-
-KINDS = {
-    "flow": "policies.small.flow:FlowPolicy",
-    "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
-    "pi0": "policies.pi0.policy:Pi0",
-    "openvla": "policies.openvla.policy:OpenVLA",
-    "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
-    "random": "policies.scripted.random_actions:RandomActions",
-    "replay": "policies.scripted.replay:Replay",
-    "scripted": "policies.scripted.policy:Scripted",
-}
-"""Kind to module:class. A module is imported when its kind is asked for."""
-
+from policies.contract import Policy, PolicySpec
+from policies.errors import PolicyError, nearest, shown
+from policies.files import CONFIG, read_json
+from policies.kinds import KINDS, check_kind
 
 LARGEST, LARGEST_IMAGE = 2**16, 4096
 """Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
@@ -35,8 +23,7 @@ LARGEST, LARGEST_IMAGE = 2**16, 4096
 
 def policy_class(kind: str) -> type[Policy]:
     """The class of `kind`. Raises `PolicyError` with the nearest kinds if there is none."""
-    if kind not in KINDS:
-        raise PolicyError(f"unknown policy {shown(kind)}{nearest(kind[:100], list(KINDS))}")
+    check_kind(kind)
     module, name = KINDS[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -124,9 +111,3 @@ def _fits(value: Any, default: Any) -> bool:
     if type(value) is int:
         return abs(value) <= LARGEST
     return math.isfinite(value) if type(value) is float else True
-
-
-def nearest(given: str, valid: list[str]) -> str:
-    """The end of an error message: the valid names that `given` may have meant, or all of them."""
-    near = difflib.get_close_matches(given, valid, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; valid: {', '.join(sorted(valid))}"

@@ -83,7 +83,8 @@ def _options(verb: str) -> set[str]:
     found = importlib.import_module(f"embodied.commands.{VERBS[verb][0]}")
     arguments = getattr(found, "Arguments", None)
     kinds = [typing.get_args(kind)[0] for kind in typing.get_args(arguments)] or [arguments]
-    return {"json", "help"} | {field.name for kind in kinds if kind is not None for field in dataclasses.fields(kind)}
+    own = {field.name for kind in kinds if kind is not None for field in dataclasses.fields(kind)}
+    return {"json", "help", "help_all"} | own
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "decisions"], ids=_name)

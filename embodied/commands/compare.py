@@ -9,14 +9,13 @@ from datetime import date
 from html import escape
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.config.files import RUNS
+from embodied.commands.arguments import CompareArguments as Arguments
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.errors import UserError
@@ -30,33 +29,22 @@ from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, s
 from embodied.reporting import report
 from embodied.reporting.plan_picture import bars_of, bars_of_spans, draw_bars, draw_timelines
 from embodied.reporting.tables import table
+from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.statistics import typical
 from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import DeviceRange, Plan, Profile, Workflow
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """Run every mode on the same work and report measured against predicted times."""
-
-    config: tyro.conf.Positional[str]
-    """Name of a file in configs/ (without .yaml), or the path of one."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    profile: Path | None = None
-    """Measured times; none: measured first."""
-    out: Path = Path("compare")
-    """Folder for compare.html, the pictures and compare.json."""
-    repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
-    """Number of times that all modes are run in turn, three iterations each."""
-    json: Path | None = None
-    """Write the result to this file."""
+COMPARED = Path("compare")
+"""Folder of comparisons without --out."""
 
 
 def run(args: Arguments) -> dict[str, Any]:
     settings = with_init(args.settings, RUNS, required=False)
-    return compare_command(settings, Path(args.config).stem, args.out, args.profile, args.repeats)
+    name = settings.name or Path(args.config).stem
+    out = args.out or (COMPARED / settings.name if settings.name else COMPARED)
+    return compare_command(settings, name, out, args.profile, args.repeats)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich import get_console
 from rich import print as show
 
-from embodied.config.files import RUNS
+from embodied.commands.arguments import EvalArguments as Arguments
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import (
@@ -28,31 +27,9 @@ from embodied.reporting.live import optional
 from embodied.reporting.report import write_report
 from embodied.reporting.tables import evaluation_table
 from embodied.run import checkpoint
-from embodied.run.folder import find_run, settings_of, whole_checkpoint, with_init
+from embodied.run.folder import whole_checkpoint, with_init
+from embodied.run.saved_settings import find_run, settings_of
 from embodied.training.preflight import check_evaluation
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Evaluate the checkpoint that a run ends with, the best or else the newest, or another. The result says how many
-    of its episodes' initial states were trained on."""
-
-    run: tyro.conf.Positional[str]
-    """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together
-    with --checkpoint."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
-    against: str | None = None
-    """Compare with this on the same episodes: a run, a checkpoint, or the folder of an evaluation."""
-    folder: Path | None = None
-    """Folder of this evaluation; none: a new one below RUN/evals."""
-    resume: Literal["no", "auto"] = "no"
-    """auto: go on with the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin it."""
-    runs_dir: Path = RUNS
-    """Folder of the runs."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

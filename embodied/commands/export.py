@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich import print as show
 
 import policies
-from embodied.config.files import RUNS
+from embodied.commands.arguments import ExportArguments as Arguments
 from embodied.errors import UserError
-from embodied.run.folder import find_run, whole_checkpoint
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Write a run's policy as its community's own programs load it: for OpenVLA a Hugging Face directory, an adapter
-    merged into the weights."""
-
-    run: tyro.conf.Positional[str]
-    """A run's folder, or its name below --runs-dir."""
-    checkpoint: Path | None = None
-    """Folder of a checkpoint; none: the one that the run ends with, the best or else the newest."""
-    out: Path = tyro.MISSING
-    """Folder to write; there must be none of that name."""
-    runs_dir: Path = RUNS
-    """Folder of the runs."""
-    json: Path | None = None
-    """Write the result to this file."""
+from embodied.run.folder import whole_checkpoint
+from embodied.run.saved_settings import find_run
 
 
 def run(args: Arguments) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import print as show
 from rich.markup import escape
 
+from embodied.commands.arguments import InspectArguments as Arguments
 from embodied.config.files import parse_config
 from embodied.config.schema import Config, EnvConfig
 from embodied.demonstrations import Dataset, layout
@@ -27,25 +27,6 @@ from sim_farm.contract import FarmError
 
 MOST_NUMBERS = 16
 """Dimensions of statistics that are printed."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Print what a dataset or a checkpoint holds. Of a dataset: episodes, frames, each action dimension beside the
-    environment's range (of --config, or of the task that a recording of ours names), what cannot be right and what is
-    odd; a contact sheet and histograms are written to --out. Of a checkpoint: kind, sizes, statistics, processor steps,
-    and the files beside it."""
-
-    path: tyro.conf.Positional[str]
-    """Folder of a dataset, of a checkpoint, or of a run; or the Hugging Face name of a dataset (`org/name`)."""
-    config: str | None = None
-    """Configuration of the training that the data is for: a name in configs/ or the path of one. Without it, only a
-    recording of ours is compared with its environment."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    out: Path | None = None
-    """Folder of the pictures and of data.json; inspect-NAME here otherwise."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import get_console
 from rich import print as show
 
 import schedulers
-from embodied.config.files import RUNS
+from embodied.commands.arguments import PlanArguments as Arguments
 from embodied.config.schema import Config
 from embodied.execution.assignment import HOME
 from embodied.files import write_whole
@@ -29,25 +27,9 @@ from embodied.planning.run_plans import (
     sized_workflow,
 )
 from embodied.reporting.plan_picture import draw_plan
+from embodied.run import RUNS
 from embodied.run.folder import with_init
 from schedulers import Cluster, Plan, Profile, Workflow
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Find the best plan for this machine, or for a cluster that one does not have, and say why."""
-
-    config: tyro.conf.Positional[str]
-    """Name of a file in configs/ (without .yaml), or the path of one."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    profile: Path = Path("profile.json")
-    """Measured times: what `embodied profile` wrote."""
-    cluster: str = "local"
-    """`local`, or a YAML or JSON file of nodes with cores, accelerators, memory and links (docs/planning.md)."""
-    out: Path = Path("plan")
-    """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

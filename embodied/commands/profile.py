@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import print as show
 
 import schedulers
-from embodied.config.files import RUNS
+from embodied.commands.arguments import ProfileArguments as Arguments
 from embodied.config.schema import Config
 from embodied.execution.session import open_session
 from embodied.files import write_whole
 from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import make_folder
+from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import ComponentProfile, Profile
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Measure a workflow's components on this machine, alone and beside each other, and write profile.json."""
-
-    config: tyro.conf.Positional[str]
-    """Name of a file in configs/ (without .yaml), or the path of one."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    out: Path = Path("profile.json")
-    """File that the profile is written to."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

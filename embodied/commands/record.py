@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich import print as show
 
-from embodied.config.files import RUNS
+from embodied.commands.arguments import RecordArguments as Arguments
 from embodied.config.schema import Config
 from embodied.demonstrations.writer import DatasetWriter, new_folder
 from embodied.errors import UserError
@@ -20,7 +19,8 @@ from embodied.evaluation.evaluate import trials_farm
 from embodied.execution.session import Session, in_order, open_session, replayers_of
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeResult, Evaluator, make_evaluator, run_to_end
-from embodied.run.folder import find_run, whole_checkpoint, with_init
+from embodied.run.folder import whole_checkpoint, with_init
+from embodied.run.saved_settings import find_run
 from embodied.runtime.handles import Handle
 from embodied.training.preflight import check_evaluation
 from embodied.workflows.context import policy_spec, task_spec
@@ -31,34 +31,6 @@ from sim_farm.episodes import episode_seed
 DEMONSTRATION = 2
 """First word of the key of these episodes' seeds: neither training's nor evaluation's, which a policy that learns
 from the recording must not have seen."""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Record a policy's episodes as a dataset in LeRobot's layout (version 3.0): parquet and mp4."""
-
-    run: tyro.conf.Positional[str]
-    """A run's folder (or its name below --runs-dir), whose checkpoint acts, the best or else the newest; or a
-    configuration whose policy needs no training or together with --checkpoint."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
-    out: Path = tyro.MISSING
-    """Folder of the dataset; there must be none of that name."""
-    episodes: int = 100
-    """Episodes to run, with seeds that neither training nor evaluation draws."""
-    only_successes: bool = False
-    """Leave out the episodes that the policy failed."""
-    instructions: tuple[str, ...] = ()
-    """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction, so that a
-    policy learns several wordings. The policy that acts gets the task's own."""
-    disturb: float = 0.0
-    """Standard deviation of what is added to every number of an action before it is executed. What is recorded is the
-    action without it: episodes then show how to recover from deviations (DART, arXiv 1703.09327)."""
-    runs_dir: Path = RUNS
-    """Folder of the runs."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

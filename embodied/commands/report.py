@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich import print as show
 
-from embodied.config.files import RUNS
+from embodied.commands.arguments import ReportArguments as Arguments
 from embodied.errors import UserError
 from embodied.reporting.report import write_report
 from embodied.reporting.run_record import ReportError
 from embodied.reporting.runs_page import write_runs_page
-from embodied.run.folder import find_run
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Write the report of a run, or of several beside each other: one self-contained HTML page."""
-
-    run: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of runs, or their names below --runs-dir. Those that differ in the seed alone are one curve."""
-    out: Path | None = None
-    """The page of several runs; report.html in --runs-dir otherwise."""
-    runs_dir: Path = RUNS
-    """Folder of the runs."""
-    json: Path | None = None
-    """Write the result to this file."""
+from embodied.run.saved_settings import find_run
 
 
 def run(args: Arguments) -> dict[str, Any]:

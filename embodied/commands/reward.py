@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import tyro
 from rich import print as show
 
+from embodied.commands.arguments import RewardArguments as Arguments
 from embodied.errors import UserError
 from embodied.training.classifier_training import ClassifierTraining, learn_success, read_labelled
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Train a success classifier from recorded episodes, solved and not: what `reward.classifier` names in a
-    configuration whose workflow has a reward worker (ppo_reward)."""
-
-    data: tyro.conf.Positional[tuple[Path, ...]] = ()
-    """Datasets in LeRobot's layout with frames, as `embodied record` writes them."""
-    out: Path = tyro.MISSING
-    """Folder of the classifier; there must be none of that name."""
-    last: int = 2
-    """Frames at the end of a solved episode that count as solved."""
-    steps: int = 200
-    """Optimiser steps."""
-    batch: int = 64
-    """Frames per step, half of them of success."""
-    lr: float = 1e-3
-    """Learning rate of the first step; it falls linearly to zero."""
-    holdout: float = 0.2
-    """Share of the episodes that is measured and not learned from."""
-    seed: int = 0
-    """Initial weights, batches and held-out episodes are a function of it."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

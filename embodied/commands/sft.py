@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich import print as show
 
 from embodied import hub
+from embodied.commands.arguments import SftArguments as Arguments
 from embodied.commands.evaluate import finish_run
-from embodied.config.files import RUNS
 from embodied.config.schema import Config, SFTConfig
 from embodied.devices import release
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.session import open_session
-from embodied.run.folder import begun_from, find_run, open_run_folder, recorded_settings
+from embodied.run.folder import begun_from, open_run_folder
+from embodied.run.saved_settings import find_run, recorded_settings
 from embodied.training.preflight import check_evaluation
 from embodied.training.sft import STAGE, imitate
 from embodied.workflows.context import task_spec
 from sim_farm.workers.hosts import InProcess
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Let a policy learn the actions of demonstrations; evaluate it at the end, film it and write the report.
-
-    `embodied train CONFIG --policy.init RUN` goes on from there by reinforcement.
-    """
-
-    config: tyro.conf.Positional[str]
-    """Name of a file in configs/ (without .yaml), or the path of one."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    data: tuple[Path, ...] = ()
-    """Datasets in LeRobot's layout, as `embodied record` writes them, or Hugging Face names (`org/name`,
-    `org/name@revision`): sft.data."""
-    resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
-    runs_dir: Path = RUNS
-    """Folder of the runs."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

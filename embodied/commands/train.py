@@ -8,38 +8,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import tyro
 from rich import print as show
 
-from embodied.config.files import RUNS, all_settings, with_settings
+from embodied.commands.arguments import TrainArguments as Arguments
+from embodied.config.files import all_settings, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from embodied.files import parse_yaml
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Train a policy; evaluate it at the end, film it and write the report."""
-
-    config: tyro.conf.Positional[str]
-    """Name of a file in configs/ (without .yaml), or the path of one."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
-    resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
-    seeds: tuple[int, ...] = ()
-    """Train once with each seed, one after the other, and compare: runs NAME-seed1, ... and the page NAME.html."""
-    sweep: tuple[str, ...] = ()
-    """Train with each value of a setting, `optim.policy_lr=1e-4,3e-4`; of several settings, each combination."""
-    cluster: str | None = None
-    """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
-    runs_dir: Path = RUNS
-    """Folder of the runs."""
-    json: Path | None = None
-    """Write the result to this file."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

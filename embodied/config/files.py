@@ -20,8 +20,6 @@ from embodied.errors import UserError, nearest
 from embodied.files import read_yaml, write_whole
 
 CONFIGS = HERE / "configs"
-RUNS = Path("runs")
-"""Default of --runs-dir: the folder of all runs."""
 
 
 def shipped_configs() -> dict[str, str]:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 OLDEST_PYTHON = (3, 11)
 SOURCE = Path(__file__).resolve().parents[2]
@@ -450,29 +450,17 @@ def _libero_folder() -> Path | None:
 
 
 def _print(found: list[Check]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        # The doctor must be able to say that rich, too, is missing.
-        for check in found:
-            print(f"{check.status:8} {check.name}: {check.found}  {check.remedy}")
-        return
-    colours = {"ok": "green", "warning": "yellow", "missing": "red"}
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "", "found", "remedy"):
-        table.add_column(column, overflow="fold")
+    """A line for each check, and its remedy whole on the next: a command is copied from there."""
+    colours = {"ok": 32, "warning": 33, "missing": 31} if sys.stdout.isatty() else {}
+    names = max(len(check.name) for check in found)
+    statuses = max(len(check.status) for check in found)
     for check in found:
-        colour = colours[check.status]
-        table.add_row(f"[{colour}]{check.status}[/]", *map(_plain, (check.name, check.found, check.remedy)))
-    Console().print(table)
-
-
-def _plain(text: str) -> Any:
-    """Text that rich prints as it is, square brackets included."""
-    from rich.text import Text
-
-    return Text(text)
+        status = check.status.ljust(statuses)
+        if check.status in colours:
+            status = f"\033[{colours[check.status]}m{status}\033[0m"
+        print(f"{status}  {check.name.ljust(names)}  {check.found}")
+        if check.remedy:
+            print(" " * (statuses + 2 + names + 2) + check.remedy)
 
 
 def run(arguments: list[str] | None = None, program: str | None = None) -> int:

@@ -23,7 +23,7 @@ from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
 from embodied.files import read_json
 from embodied.run import checkpoint
-from embodied.run.folder import CONFIG, recorded_settings
+from embodied.run.saved_settings import CONFIG, recorded_settings
 from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_class
 from sim_farm.catalogue import CATALOGUE

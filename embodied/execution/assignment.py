@@ -18,7 +18,7 @@ from embodied.errors import UserError, nearest
 from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.workflows.context import FINALS, bootstrap_of, task_spec
 from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import episodes_of, name_in_task, rounds_of, tasks_of
+from embodied.workflows.sizes import episodes_of, name_in_task, physics_workers_of, rounds_of, tasks_of
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes
@@ -126,7 +126,7 @@ def _on_gpus(config: Config, place: Affinity, count: int) -> tuple[Affinity, ...
 def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str]) -> FarmAssignment:
     inline = config.runtime.mode == "inline"
     farm = config.farm
-    workers = farm.physics_workers or (1 if inline else len(cores))
+    workers = physics_workers_of(config, len(cores))
     away = [_node(name, nodes) for name in farm.nodes]
     homes = tuple(away[i % len(away)] if away else HERE for i in range(workers))
     pinned = farm.pin and not inline

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
@@ -22,14 +22,15 @@ from rich import print as say
 from rich.markup import escape
 
 from embodied import hub
-from embodied.config.files import load_config, save_config, saved_config
-from embodied.config.schema import HERE, Config, refuse_code
+from embodied.config.files import save_config
+from embodied.config.schema import HERE, Config
 from embodied.errors import UserError, shown
 from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError
+from embodied.run.saved_settings import CONFIG, find_run, recorded_settings
 from policies import registry
 
-CONFIG, METRICS, OWNER = "config.yaml", "metrics.jsonl", ".owner"
+METRICS, OWNER = "metrics.jsonl", ".owner"
 
 
 def lasting_root(run_dir: Path) -> Path:
@@ -59,41 +60,6 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[CheckpointError]]:
         lasting, more = None, [error]
     found = [folder for folder in (interim, lasting) if folder is not None]
     return max(found, key=lambda folder: int(folder.name), default=None), damages + more
-
-
-def settings_of(run: str, runs_dir: Path, code: Collection[str] = ()) -> Config:
-    """The configuration of a run's folder, or, where there is no such run, of a configuration called so.
-
-    Raises `UserError` where there is neither, and where a run's names other `code` than is allowed here: its folder may
-    come from elsewhere.
-    """
-    folder = find_run(run, runs_dir)
-    if folder is None:
-        try:
-            return load_config(run, code)
-        except UserError as error:
-            raise UserError(f"no run {run!r} here or below {runs_dir}/, and {error}") from error
-    saved = saved_config(folder / CONFIG)
-    refuse_code(saved.named_code, folder / CONFIG, code)
-    return saved
-
-
-def recorded_settings(run_dir: Path) -> Config:
-    """The configuration that a run has saved, to look up values: the code that it names is not allowed to run.
-
-    Raises `UserError` where there is none.
-    """
-    if not (run_dir / CONFIG).is_file():
-        raise UserError(f"{run_dir} has no {CONFIG}, which every run saves: bring it back, or choose another --name")
-    return saved_config(run_dir / CONFIG)
-
-
-def find_run(run: str, runs_dir: Path) -> Path | None:
-    """The run's folder: `run` itself, or below `runs_dir`. None if neither holds a run."""
-    for folder in (Path(run), runs_dir / run):
-        if (folder / CONFIG).is_file():
-            return folder
-    return None
 
 
 def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:

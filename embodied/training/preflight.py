@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
@@ -23,6 +24,7 @@ from embodied.workflows.context import task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
+from policies.errors import PolicyError
 from sim_farm.catalogue import check_task
 from sim_farm.client.task_farm import check_spec
 from sim_farm.episodes import EndlessEpisodes
@@ -93,7 +95,7 @@ def check_policy(config: Config) -> None:
     """Check the policy's kind, its options, that the files they name are there, and that the environments have the
     conventions that it converts from. Assumptions about what its files leave open are logged."""
     kind, architecture = config.policy.kind, config.policy.architecture
-    registry.check(kind, architecture)
+    _check_options(kind, architecture)
     for sentence in registry.policy_class(kind).assumed(architecture):
         _say(sentence)
     for setting, (option, wanted) in registry.policy_class(kind).converts(architecture).items():
@@ -105,6 +107,18 @@ def check_policy(config: Config) -> None:
                     f"{found}: set env.{setting} to {wanted}, or leave the policy's entry away and let the environment "
                     "convert"
                 )
+
+
+def _check_options(kind: str, architecture: Mapping[str, Any]) -> None:
+    """`registry.check`, with the way to leave an option away that the configuration names."""
+    try:
+        registry.check(kind, architecture)
+    except PolicyError as error:
+        known = registry.arguments_of(registry.policy_class(kind))
+        unknown = next((name for name in architecture if name not in known), None)
+        if unknown is None or repr(unknown) not in str(error):
+            raise
+        raise PolicyError(f"{error} (--policy.options.{unknown}= removes it)") from error
 
 
 @cache

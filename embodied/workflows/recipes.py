@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from embodied.algorithms.estimators import ESTIMATORS, Estimator
-from embodied.algorithms.losses import OBJECTIVES, Objective
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from schedulers.workflow import Edge
+
+if TYPE_CHECKING:  # what computes imports torch: a declared workflow is known without
+    from embodied.algorithms.estimators import Estimator
+    from embodied.algorithms.losses import Objective
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,14 @@ class Recipe:
 
     def estimator_function(self) -> Estimator:
         """The estimator itself."""
+        from embodied.algorithms.estimators import ESTIMATORS
+
         return ESTIMATORS[self.estimator] if isinstance(self.estimator, str) else self.estimator
 
     def objective_function(self) -> Objective:
         """The objective itself."""
+        from embodied.algorithms.losses import OBJECTIVES
+
         return OBJECTIVES[self.objective] if isinstance(self.objective, str) else self.objective
 
     @property

@@ -103,6 +103,11 @@ def episodes_of(config: Config, seed: int) -> Episodes:
     return EndlessEpisodes(seed, _starts(config))
 
 
+def physics_workers_of(config: Config, cores: int) -> int:
+    """Processes that step the environments of each task, without a plan, on so many cores."""
+    return config.farm.physics_workers or (1 if config.runtime.mode == "inline" else cores)
+
+
 def _starts(config: Config) -> Starts:
     return Starts(config.env.recorded_starts, config.env.start_seeds)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
+from policies.kinds import check_folders
 from policies.layers import checked_noise, counted_mean, only_counted
 from policies.openvla import adapters
 from policies.openvla.action_tokens import action_of, decode, score, token_of
@@ -67,13 +68,9 @@ class TokenPolicy(lora.AdaptedPolicy):
         checkpoint = architecture.get("checkpoint")
         if not checkpoint:
             raise PolicyError(f"{cls.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
+        check_folders(architecture)
         for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
             folder = architecture.get(name)
-            if folder and not Path(folder).is_dir():
-                raise PolicyError(
-                    f"policy.options.{name}: {folder} is not a folder here; name a directory as Hugging "
-                    "Face lays it out, with its weights as safetensors (a name on its Hub goes into policy.path)"
-                )
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
         cls.side_files(architecture)

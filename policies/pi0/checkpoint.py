@@ -35,6 +35,7 @@ from policies.files import (
     write_json,
     write_tensors,
 )
+from policies.kinds import check_folders
 from policies.lora import merged_state
 from policies.pi0.config import (
     ARCHITECTURE,
@@ -106,12 +107,7 @@ def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources
     elif not checkpoint:
         raise PolicyError("pi0 needs a checkpoint: set policy.options.checkpoint to its directory")
     weights, hung = Path(checkpoint), Path(adapter).resolve() if adapter else None
-    for name, folder in (("checkpoint", weights), ("adapter", hung)):
-        if folder is not None and not folder.is_dir():
-            raise PolicyError(
-                f"policy.options.{name}: {folder} is not a folder here; name one of openpi's or LeRobot's "
-                "(a name on the Hugging Face Hub goes into policy.path)"
-            )
+    check_folders({"checkpoint": checkpoint, "adapter": adapter})
     weights = weights.resolve()
     if hung is None and is_adapter(weights) and not _has_weights(weights):
         weights, hung = _base_of(weights), weights

@@ -331,12 +331,17 @@ def check_spec(spec: FarmSpec) -> None:
             raise FarmError(f"a farm's {name} is at least {smallest}, got {getattr(spec, name)}")
     if spec.final_frames not in FINAL_FRAMES:
         raise FarmError(f"final_frames is one of {', '.join(FINAL_FRAMES)}, got {spec.final_frames!r}")
-    share = spec.physics_workers * spec.groups
-    if spec.num_envs % share:
-        near = max(share, round(spec.num_envs / share) * share)
+    check_division(spec.num_envs, spec.physics_workers, spec.groups)
+
+
+def check_division(num_envs: int, physics_workers: int, groups: int) -> None:
+    """Raise `FarmError` where the environments cannot be dealt out evenly."""
+    share = physics_workers * groups
+    if num_envs % share:
+        near = max(share, round(num_envs / share) * share)
         raise FarmError(
-            f"{spec.num_envs} environments do not divide into {spec.physics_workers} physics workers x "
-            f"{spec.groups} groups; use a multiple of {share}, for example {near}"
+            f"{num_envs} environments do not divide into {physics_workers} physics workers x {groups} groups; use a "
+            f"multiple of {share}, for example {near}"
         )
 
 

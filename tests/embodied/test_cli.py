@@ -10,14 +10,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from embodied import cli
-from embodied.config.files import shipped_configs
+from embodied.commands.short_help import CHANGED, EXAMPLES
+from embodied.commands.train import with_settings
+from embodied.config.files import all_settings, shipped_configs
+from embodied.config.schema import Config
+from embodied.files import parse_yaml
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).parent / "embodied"
 SMALL = ["--runtime.mode", "inline", "--farm.groups", "1", "--iterations", "2", "--rollout.decisions", "16"]
 SMALL += ["--eval.episodes", "6", "--eval.videos", "2"]
@@ -220,6 +226,31 @@ def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Pa
     )
 
 
+def options_of(*arguments: str) -> dict[str, Any]:
+    """The policy's options as a command has them."""
+    kind = cli._arguments("train", "train")
+    return cli._parse("train", kind, arguments[0], [*arguments]).settings.policy.options
+
+
+def test_options_of_the_policy_are_removed_whether_or_not_the_configuration_names_them(tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text("policy: {options: {widths: [8, 8], log_std_init: -1.0}}\n")
+    assert options_of(str(config)) == {"widths": [8, 8], "log_std_init": -1.0}
+    assert options_of(str(config), "--policy.options.log-std-init=", "--seed", "3") == {"widths": [8, 8]}
+    assert options_of(str(config), "--policy.options.widths=", "--policy.options.adapter=") == {"log_std_init": -1.0}
+    assert options_of(str(config), "--policy.options.widths=", "--policy.options.widths", "[4]")["widths"] == [4]
+    output = refusal_here("train", str(config), "--policy.options.logstd-init=")
+    assert "did you mean --policy.options.log_std_init=?" in output
+
+
+def test_an_option_that_the_kind_does_not_have_is_refused_with_how_to_remove_it(tmp_path: Path) -> None:
+    command = ["train", "reach", "--policy.kind", "random", "--runs-dir", str(tmp_path)]
+    output = refusal_here(*command)
+    option = re.search(r"--policy\.options\.\w+=", output)
+    assert option is not None and "random has no architecture argument" in output
+    assert option[0] not in refusal_here(*command, option[0])
+
+
 def test_an_unknown_configuration_or_run_names_the_nearest() -> None:
     assert "pushcube" in refusal_here("train", "pushcubes")
     assert "no run" in refusal_here("report", "no-such-run")
@@ -230,9 +261,134 @@ def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
     assert "env.cameras" in output
 
 
-def test_help_is_generated_from_the_configuration() -> None:
-    _, shown = here("train", "--help")
-    assert "--loss.clip" in shown and "Clip range of the ratio" in shown
+SETTINGS_VERBS = ("train", "sft", "eval", "record", "profile", "plan", "compare", "inspect")
+"""Verbs that take every setting."""
+
+
+def test_the_whole_help_is_generated_from_the_configuration() -> None:
+    _, shown = here("train", "--help-all")
+    assert "--loss.dual-clip" in shown and "Clip range of the ratio" in shown
+
+
+@pytest.mark.parametrize("verb", SETTINGS_VERBS)
+def test_help_is_one_page_of_own_options_of_what_is_changed_most_and_of_examples(verb: str) -> None:
+    status, shown = here(verb, "--help")
+    assert status == 0 and len(shown.splitlines()) < 90
+    assert "--loss.dual-clip" not in shown and f"embodied {verb} --help-all" in shown
+    for name in cli._arguments(verb, cli.VERBS[verb][0]).__dataclass_fields__.keys() - {"settings"}:
+        assert re.search(rf"--{name.replace('_', '-')}\b|positional", shown), name
+    for key in CHANGED:
+        assert f"  --{key.replace('_', '-')} " in shown, key
+        assert key in all_settings()
+    for command, _ in EXAMPLES[verb][:3]:
+        assert command in shown
+    words = set(re.split(r"[\s,]+", shown))
+    assert words >= set(shipped_configs())
+
+
+def test_help_shows_the_values_of_the_configuration_that_is_named() -> None:
+    assert "(tabletop/reach)" in here("train", "reach", "--help")[1]
+
+
+def test_the_example_of_each_changed_setting_is_a_value_of_it() -> None:
+    for key, example in CHANGED.items():
+        with_settings(Config(), {key: parse_yaml(example, "the example")}, key)
+
+
+def in_a_new_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_help_of_no_verb_with_settings_imports_torch() -> None:
+    in_a_new_process(f"""
+import sys
+from embodied import cli
+for verb in {SETTINGS_VERBS}:
+    try:
+        cli.main([verb, "--help"])
+    except SystemExit as left:
+        assert not left.code
+    assert not {{"torch", "ray", "mujoco", "sapien"}} & sys.modules.keys(), verb
+""")
+
+
+def test_the_version_is_that_of_the_installed_package_and_nothing_is_imported_for_it() -> None:
+    shown = in_a_new_process("""
+import sys
+from embodied import cli
+assert cli.main(["--version"]) == 0
+assert not {"torch", "tyro", "pydantic", "numpy", "rich"} & sys.modules.keys()
+""")
+    assert shown == f"embodied {metadata.version('embodied-farm')}\n"
+
+
+MISTAKES = {
+    "task": ("train pushcube --env.task maniskill/PushCub-v1", "did you mean maniskill/PushCube-v1"),
+    "kind": ("train pushcube --policy.kind gausian_mlp", "unknown policy 'gausian_mlp'; did you mean gaussian_mlp?"),
+    "groups": ("train reach_grpo --env.num_envs 7", "7 environments of tabletop/reach do not make episode groups of 4"),
+    "workers": ("train reach --env.num_envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
+    "trials": ("eval reach --eval.num-envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
+    "checkpoint": ("train openvla_small --policy.options.checkpoint gone", "policy.options.checkpoint: gone is not a"),
+    "path": ("train pi0_small --policy.path not/a/folder", "policy.path: 'not/a/folder' is no folder here"),
+    "compared": ("compare reach_grpo --env.num-envs 7", "do not make episode groups of 4"),
+    "recorded": ("record reach --out demos --env.task tabletop/rech", "did you mean tabletop/reach"),
+    "learned": ("sft pi0_small --policy.kind pi1", "did you mean pi0"),
+    "planned": ("plan reach --policy.kind gausian_mlp", "did you mean gaussian_mlp"),
+    "measured": ("profile reach --env.task tabletop/rech", "did you mean tabletop/reach"),
+    "removed": ("eval pi0_small --policy.options.chekpoint=", "did you mean --policy.options.checkpoint=?"),
+}
+
+
+def test_common_mistakes_are_answered_before_torch_is_imported() -> None:
+    code = f"""
+import contextlib, io, json, sys
+from embodied import cli
+answers = {{}}
+for name, (command, _) in {MISTAKES}.items():
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert cli.main(command.split()) == 2, command
+    assert not {{"torch", "ray", "mujoco", "sapien"}} & sys.modules.keys(), command
+    answers[name] = said.getvalue()
+print(json.dumps(answers))
+"""
+    answers = json.loads(in_a_new_process(code))
+    for name, (command, part) in MISTAKES.items():
+        assert part in answers[name], (command, answers[name])
+
+
+def test_a_sweep_of_what_is_wrong_alone_is_not_refused_for_it(tmp_path: Path) -> None:
+    output = refusal_here(
+        "train", "reach", "--env.task", "tabletop/rech", "--sweep", "env.task=tabletop/reach,tabletop/push",
+        "--policy.kind", "gausian_mlp", "--runs-dir", str(tmp_path),
+    )  # fmt: skip
+    assert "gausian_mlp" in output and "tabletop/rech" not in output.replace("tabletop/reach", "")
+
+
+def hidden(folder: Path, *command: str) -> tuple[int, str]:
+    """Exit status and last line of a command where modules in the folder come before all others."""
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}{os.pathsep}{ROOT}"
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": path})
+    assert not done.stdout
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", ["policies/__init__.py", "schedulers.py", "sim_farm/__init__.py"])
+def test_a_module_that_hides_one_of_ours_is_named_with_ours(name: str, tmp_path: Path) -> None:
+    own = tmp_path / name
+    own.parent.mkdir(exist_ok=True)
+    own.touch()
+    ours = ROOT / name.partition("/")[0].removesuffix(".py")
+    for command in ([str(COMMAND), "train", "reach"], [sys.executable, "-m", "embodied.cli", "doctor"]):
+        status, output = hidden(tmp_path, *command)
+        assert status == 2 and len(output.splitlines()) == 1, output
+        assert output.startswith(f"embodied: {own} hides") and str(ours) in output
+    status, output = hidden(tmp_path, sys.executable, "-c", "import embodied")
+    assert status == 1 and output.splitlines()[-1].startswith(f"ImportError: {own} hides") and str(ours) in output
+
+
+def test_a_folder_that_hides_nothing_is_no_mistake(tmp_path: Path) -> None:
+    (tmp_path / "policies").mkdir()  # without __init__.py: Python prefers a package
+    assert hidden(tmp_path, sys.executable, "-c", "import embodied, policies; policies.PolicyError") == (0, "")
 
 
 def test_help_may_be_read_in_part() -> None:
@@ -279,7 +435,8 @@ def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 def test_a_missing_package_is_named_with_what_installs_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "embodied.commands.report", raising=False)
+    for name in ("report", "arguments"):
+        monkeypatch.delitem(sys.modules, f"embodied.commands.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert cli.main(["report", "some"]) == 2
     output = capsys.readouterr().err

@@ -178,6 +178,17 @@ def test_the_table_that_is_printed_has_what_is_written_as_json(here: Diagnosis) 
     assert all(check["name"].split()[0] in here.printed for check in here.report["checks"])
 
 
+def test_the_table_is_whole_in_a_pipe(here: Diagnosis, bare: Diagnosis) -> None:
+    """A remedy is a command to copy: it is not cut, wrapped or shortened, however narrow the terminal would be."""
+    for diagnosis in (here, bare):
+        lines = [line.strip() for line in diagnosis.printed.splitlines()]
+        for check in diagnosis.report["checks"]:
+            first = next(i for i, line in enumerate(lines) if f"  {check['name']}  " in f"{line}  ")
+            assert lines[first].startswith(check["status"]) and lines[first].endswith(check["found"])
+            assert not check["remedy"] or lines[first + 1] == check["remedy"]
+        assert "\033" not in diagnosis.printed, "no colour where nobody sees it"
+
+
 def test_importing_the_doctor_does_not_import_torch() -> None:
     assert python("import sys, embodied.doctor.checks; print('torch' in sys.modules)") == "False"
 

@@ -26,7 +26,7 @@ from embodied.evaluation.protocol import protocol_of
 from embodied.execution import recovery
 from embodied.execution.session import open_session
 from embodied.rollout.evaluator import EpisodeOutcome, deal_out
-from embodied.run.folder import settings_of
+from embodied.run.saved_settings import settings_of
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes
 from sim_farm.shared_memory.slot_layout import FarmSpec

@@ -15,7 +15,7 @@ from embodied.evaluation.films import differing, worth_seeing
 from embodied.evaluation.folder import read_folder
 from embodied.reporting.run_record import read_run
 from embodied.rollout.evaluator import EpisodeResult
-from embodied.run.folder import settings_of
+from embodied.run.saved_settings import settings_of
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from tests.embodied import evaluations
 from tests.embodied.evaluations import config, evaluated, trained

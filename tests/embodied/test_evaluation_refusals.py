@@ -21,7 +21,7 @@ from embodied.evaluation.protocol import as_data, protocol_of
 from embodied.execution.session import open_session
 from embodied.rollout.evaluator import EpisodeResult
 from embodied.run import checkpoint
-from embodied.run.folder import settings_of
+from embodied.run.saved_settings import settings_of
 from policies.contract import PolicyError
 from sim_farm.contract import EpisodeSpec, FarmError
 from tests.embodied import evaluations

@@ -25,7 +25,8 @@ from embodied.evaluation.provenance import lineage
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError
-from embodied.run.folder import prepare_run, settings_of, with_init
+from embodied.run.folder import prepare_run, with_init
+from embodied.run.saved_settings import settings_of
 from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
 from embodied.workflows.context import task_spec
 from policies.small.gaussian_mlp import GaussianMLP

@@ -14,7 +14,7 @@ from embodied.cli import main
 from embodied.config.files import load_config, parse_config, save_config
 from embodied.config.schema import KEYS
 from embodied.errors import UserError
-from embodied.run.folder import settings_of
+from embodied.run.saved_settings import settings_of
 from tests.embodied.evaluations import trained
 
 EVIL = """

@@ -192,23 +192,24 @@ def test_replanning_and_running_ahead_exclude_each_other(embodied: Commands, fil
 @pytest.mark.slow
 def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Commands, files: Path) -> None:
     output = embodied.done(
-        "compare", "small.yaml", "--profile", "profile.json", "--repeats", "1", "--out", "it", "--json", "r.json"
+        "compare", "small.yaml", "--profile", "profile.json", "--repeats", "1", "--name", "it", "--json", "r.json"
     )
     result = json.loads(Path("r.json").read_text())
     (chosen,) = [row for row in result["modes"] if row["chosen"]]
     assert chosen["mode"] == result["chosen"] and result["regret"] >= 0
+    assert result["workload"] == "it", "what --name calls it"
     assert result["iterations"] == profiling.LEAST - 1, "the first iteration warms up and does not count"
     for row in result["modes"]:
         assert row["measured_low_s"] <= row["measured_s"] <= row["measured_high_s"]
         assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1)
         assert row["mode"] in output and "|" not in row["placement"]
-    page = Path("it/compare.html").read_text()
+    page = Path("compare/it/compare.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "<h2>Why</h2>" in page
     (policy,) = re.findall(r"""Content-Security-Policy"\s+content="([^"]*)""", page)
     assert "img-src data:" in policy, "a browser would show none of the pictures"
     assert page.count("<tr>") == 1 + len(result["modes"])
     for name in ("compare.png", "timelines.png"):
-        assert Path("it", name).read_bytes().startswith(b"\x89PNG")
+        assert Path("compare/it", name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_comparison_of_nothing_is_refused(embodied: Commands, files: Path) -> None:

@@ -21,7 +21,7 @@ from embodied.evaluation.evaluate import evaluation_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.evaluation.provenance import digest_of, lineage, recorded_starts, statistics_note, trained_sentence
 from embodied.reporting.report import write_report
-from embodied.run.folder import settings_of
+from embodied.run.saved_settings import settings_of
 from policies.registry import policy_class
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import start_seed

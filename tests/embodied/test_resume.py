@@ -24,7 +24,8 @@ from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
 from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError
-from embodied.run.folder import open_run_folder, prepare_run, settings_of
+from embodied.run.folder import open_run_folder, prepare_run
+from embodied.run.saved_settings import settings_of
 from embodied.runtime.api import InlineRuntime, LocalHandle
 from embodied.training import loop as training
 from tests.variants import often

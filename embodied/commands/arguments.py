@@ -1,0 +1,281 @@
+"""What each verb can be given, as data, and the first checks of it: without importing what the verb does, which takes
+seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from embodied.config.schema import Config
+from embodied.run import RUNS
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Train a policy; evaluate it at the end, film it and write the report."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    seeds: tuple[int, ...] = ()
+    """Train once with each seed, one after the other, and compare: runs NAME-seed1, ... and the page NAME.html."""
+    sweep: tuple[str, ...] = ()
+    """Train with each value of a setting, `optim.policy_lr=1e-4,3e-4`; of several settings, each combination."""
+    cluster: str | None = None
+    """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses. With `sweep` the settings are not yet those of a run."""
+        from embodied.training import first_checks
+
+        if not self.sweep:
+            first_checks.check_policy(self.settings, resumed=self.resume == "auto")
+            first_checks.check_rollouts(self.settings)
+            first_checks.check_farms(self.settings)
+            first_checks.check_trials(self.settings)
+
+
+@dataclass(frozen=True)
+class SftArguments:
+    """Let a policy learn the actions of demonstrations; evaluate it at the end, film it and write the report.
+
+    `embodied train CONFIG --policy.init RUN` goes on from there by reinforcement.
+    """
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    data: tuple[Path, ...] = ()
+    """Datasets in LeRobot's layout, as `embodied record` writes them, or Hugging Face names (`org/name`,
+    `org/name@revision`): sft.data."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        first_checks.check_policy(self.settings, resumed=self.resume == "auto")
+        first_checks.check_trials(self.settings)
+
+
+@dataclass(frozen=True)
+class EvalArguments:
+    """Evaluate the checkpoint that a run ends with, the best or else the newest, or another. The result says how many
+    of its episodes' initial states were trained on."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together
+    with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    against: str | None = None
+    """Compare with this on the same episodes: a run, a checkpoint, or the folder of an evaluation."""
+    folder: Path | None = None
+    """Folder of this evaluation; none: a new one below RUN/evals."""
+    resume: Literal["no", "auto"] = "no"
+    """auto: go on with the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin it."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        first_checks.check_policy(self.settings)
+        first_checks.check_trials(self.settings)
+
+
+@dataclass(frozen=True)
+class RecordArguments:
+    """Record a policy's episodes as a dataset in LeRobot's layout (version 3.0): parquet and mp4."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder (or its name below --runs-dir), whose checkpoint acts, the best or else the newest; or a
+    configuration whose policy needs no training or together with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    out: Path = tyro.MISSING
+    """Folder of the dataset; there must be none of that name."""
+    episodes: int = 100
+    """Episodes to run, with seeds that neither training nor evaluation draws."""
+    only_successes: bool = False
+    """Leave out the episodes that the policy failed."""
+    instructions: tuple[str, ...] = ()
+    """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction, so that a
+    policy learns several wordings. The policy that acts gets the task's own."""
+    disturb: float = 0.0
+    """Standard deviation of what is added to every number of an action before it is executed. What is recorded is the
+    action without it: episodes then show how to recover from deviations (DART, arXiv 1703.09327)."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        first_checks.check_policy(self.settings)
+        first_checks.check_trials(self.settings)
+
+
+@dataclass(frozen=True)
+class ProfileArguments:
+    """Measure a workflow's components on this machine, alone and beside each other, and write profile.json."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    out: Path = Path("profile.json")
+    """File that the profile is written to."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        first_checks.check_policy(self.settings)
+        first_checks.check_rollouts(self.settings)
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """Find the best plan for this machine, or for a cluster that one does not have, and say why."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path = Path("profile.json")
+    """Measured times: what `embodied profile` wrote."""
+    cluster: str = "local"
+    """`local`, or a YAML or JSON file of nodes with cores, accelerators, memory and links (docs/planning.md)."""
+    out: Path = Path("plan")
+    """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        first_checks.check_policy(self.settings)
+        first_checks.check_rollouts(self.settings)
+
+
+@dataclass(frozen=True)
+class CompareArguments:
+    """Run every mode on the same work and report measured against predicted times."""
+
+    config: tyro.conf.Positional[str]
+    """Name of a file in configs/ (without .yaml), or the path of one."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    profile: Path | None = None
+    """Measured times; none: measured first."""
+    out: Path | None = None
+    """Folder for compare.html, the pictures and compare.json; none: compare/, or compare/NAME with --name, which the
+    workload is called by on the page."""
+    repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
+    """Number of times that all modes are run in turn, three iterations each."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+    def check(self) -> None:
+        """Raise for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        first_checks.check_policy(self.settings)
+        first_checks.check_rollouts(self.settings)
+
+
+@dataclass(frozen=True)
+class InspectArguments:
+    """Print what a dataset or a checkpoint holds. Of a dataset: episodes, frames, each action dimension beside the
+    environment's range (of --config, or of the task that a recording of ours names), what cannot be right and what is
+    odd; a contact sheet and histograms are written to --out. Of a checkpoint: kind, sizes, statistics, processor steps,
+    and the files beside it."""
+
+    path: tyro.conf.Positional[str]
+    """Folder of a dataset, of a checkpoint, or of a run; or the Hugging Face name of a dataset (`org/name`)."""
+    config: str | None = None
+    """Configuration of the training that the data is for: a name in configs/ or the path of one. Without it, only a
+    recording of ours is compared with its environment."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    out: Path | None = None
+    """Folder of the pictures and of data.json; inspect-NAME here otherwise."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class RewardArguments:
+    """Train a success classifier from recorded episodes, solved and not: what `reward.classifier` names in a
+    configuration whose workflow has a reward worker (ppo_reward)."""
+
+    data: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Datasets in LeRobot's layout with frames, as `embodied record` writes them."""
+    out: Path = tyro.MISSING
+    """Folder of the classifier; there must be none of that name."""
+    last: int = 2
+    """Frames at the end of a solved episode that count as solved."""
+    steps: int = 200
+    """Optimiser steps."""
+    batch: int = 64
+    """Frames per step, half of them of success."""
+    lr: float = 1e-3
+    """Learning rate of the first step; it falls linearly to zero."""
+    holdout: float = 0.2
+    """Share of the episodes that is measured and not learned from."""
+    seed: int = 0
+    """Initial weights, batches and held-out episodes are a function of it."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """Write a run's policy as its community's own programs load it: for OpenVLA a Hugging Face directory, an adapter
+    merged into the weights."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder, or its name below --runs-dir."""
+    checkpoint: Path | None = None
+    """Folder of a checkpoint; none: the one that the run ends with, the best or else the newest."""
+    out: Path = tyro.MISSING
+    """Folder to write; there must be none of that name."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Write the report of a run, or of several beside each other: one self-contained HTML page."""
+
+    run: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs, or their names below --runs-dir. Those that differ in the seed alone are one curve."""
+    out: Path | None = None
+    """The page of several runs; report.html in --runs-dir otherwise."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""

@@ -1,0 +1,233 @@
+"""`embodied runs`: the runs below a folder: how far each has come, and what it has reached."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from embodied.errors import UserError
+from embodied.files import parse_yaml, read_json
+from embodied.reporting.live import duration
+from embodied.reporting.tables import table
+from embodied.run import RUNS
+
+CONFIG, METRICS, EVALUATION, PROTOCOL = "config.yaml", "metrics.jsonl", "eval.json", "protocol.json"
+LEVELS = 3
+"""Levels of folders in which runs are looked for: a run's name may be a path."""
+TAIL = 2**16
+"""Bytes at the end of a record that are read. A row has a few thousand."""
+LARGEST_CONFIG = 2**20
+LONGEST = 100
+"""Characters of a name, or of a problem, that are shown."""
+WANTED = {"env": "task", "policy": "kind", "sft": "steps", "iterations": "", "stop_at_success": ""}
+"""Settings that are read, and of a section which one. All of them would take a hundred runs more than a second."""
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, UserError)
+"""What reading a file of any content may raise."""
+HEAD = ("run", "policy on task", "state", "success", "return", "env steps", "time", "when")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """List the runs below a folder: what each trains, its state, its success and return in evaluation or else in the
+    last training episodes, env steps, seconds of iterations, and when it last wrote a row."""
+
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run as it is listed. What its folder does not say is None."""
+
+    name: str
+    path: str
+    state: str
+    policy: str | None = None
+    task: str | None = None
+    iteration: int | None = None
+    """Iterations, or optimiser steps of `embodied sft`, that have ended."""
+    iterations: int | None = None
+    success: float | None = None
+    evaluated: bool = False
+    """True if `success` and `mean_return` are of the evaluation, and not of the last training episodes."""
+    mean_return: float | None = None
+    env_steps: int | None = None
+    wall_s: float | None = None
+    changed: float | None = None
+    """When the run last wrote a row, or else began: seconds since 1970."""
+    problem: str | None = None
+    """What is wrong with the folder."""
+
+
+def run(args: Arguments) -> dict[str, Any]:
+    """Print the runs, the one that wrote last at the end. Returns them as plain data."""
+    if not args.runs_dir.is_dir():
+        raise UserError(
+            f"there is no folder {args.runs_dir}: `embodied train CONFIG` makes one, or name another with --runs-dir"
+        )
+    found = [listed(folder, args.runs_dir) for folder in run_folders(args.runs_dir)]
+    found.sort(key=lambda one: (one.changed or 0.0, one.name))
+    none = f"no runs below {args.runs_dir}: `embodied train CONFIG` makes one"
+    print("\n".join(table(HEAD, [_row(one) for one in found])) if found else none)
+    return {"runs_dir": str(args.runs_dir), "runs": [asdict(one) for one in found]}
+
+
+def run_folders(folder: Path, levels: int = LEVELS) -> Iterator[Path]:
+    """The folders of runs below `folder`, also those that lack a part."""
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError:
+        return
+    for path in below:
+        if (path / PROTOCOL).exists():
+            continue  # an evaluation without a run
+        if any((path / name).exists() for name in (CONFIG, METRICS, "checkpoints")):
+            yield path
+        elif levels > 1:
+            yield from run_folders(path, levels - 1)
+
+
+def listed(folder: Path, runs_dir: Path) -> Listed:
+    """The run in the folder. Raises nothing: a file that cannot be read is its `problem`."""
+    found: dict[str, Any] = {}
+    problems = []
+    for file, read in ((CONFIG, _configured), (METRICS, _trained), (EVALUATION, _evaluated)):
+        try:
+            found |= read(folder / file)
+        except FileNotFoundError:
+            if file == CONFIG:
+                problems.append(f"{CONFIG} is missing")
+        except UNREADABLE as error:
+            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            problems.append(f"{file} cannot be read: {said}")
+    target, recent = found.pop("stop_at_success", None), found.pop("recent", None)
+    steps = found.pop("sft_steps", None)
+    if found.pop("learned", False):  # by `embodied sft`, whose iterations are optimiser steps
+        found["iterations"], found["env_steps"] = steps, None
+    if "changed" not in found:
+        found["changed"] = _changed(folder)
+    total = found.get("iterations")
+    ended = total is not None and found.get("iteration", 0) >= total
+    reached = target is not None and recent is not None and recent >= target
+    state = _state(_is_owned(folder / ".owner"), ended or reached, found)
+    name = _plain(str(folder.relative_to(runs_dir)))
+    return Listed(name, str(folder), state, **found, problem=_plain("; ".join(problems)) or None)
+
+
+def _state(owned: bool, ended: bool, found: dict[str, Any]) -> str:
+    of = f"iteration {found.get('iteration', 0)} of {found.get('iterations') or '?'}"
+    if owned:
+        return f"running, {of}"
+    if ended:
+        return "finished" if found.get("evaluated") else "trained, not evaluated"
+    return f"stopped at {of}"
+
+
+def _configured(path: Path) -> dict[str, Any]:
+    """Settings of the run: of a file that `save_config` wrote, the lines that are `WANTED`."""
+    with path.open("rb") as file:
+        lines = file.read(LARGEST_CONFIG).decode().splitlines()
+    section, kept = "", []
+    for line in lines:
+        if line[:1].isalpha():
+            section = line.partition(":")[0]
+        if section in WANTED and (line.startswith(f"{section}:") or line.startswith(f"  {WANTED[section]}:")):
+            kept.append(line)
+    data = parse_yaml("\n".join(kept), "it")
+    task, policy, learned = str(data["env"]["task"]), str(data["policy"]["kind"]), data["sft"]["steps"]
+    target = data.get("stop_at_success")
+    return {
+        "task": _plain(task),
+        "policy": _plain(policy),
+        "iterations": int(data["iterations"]),
+        "sft_steps": int(learned),
+        "stop_at_success": None if target is None else float(target),
+    }
+
+
+def _trained(path: Path) -> dict[str, Any]:
+    """The last whole row of the record."""
+    with path.open("rb") as file:
+        size, when = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
+        file.seek(max(size - TAIL, 0))
+        *lines, _torn = file.read(TAIL).split(b"\n")
+    whole = [line.strip(b"\0") for line in (lines if size <= TAIL else lines[1:]) if line.strip(b"\0")]
+    if not whole:
+        if size > TAIL:
+            raise ValueError(f"its last {TAIL} bytes have no whole row")
+        return {}
+    row = json.loads(whole[-1])
+    recent = _number(row.get("env/success_recent"))
+    return {
+        "iteration": int(row["iteration"]),
+        "env_steps": int(row["env_steps"]),
+        "wall_s": _number(row.get("wall_s")),
+        "recent": recent,
+        "success": recent if recent is not None else _number(row.get("env/success_once")),
+        "mean_return": _number(row.get("env/return")),
+        "learned": any(key.startswith("sft/") for key in row),
+        "changed": when,
+    }
+
+
+def _evaluated(path: Path) -> dict[str, Any]:
+    data = read_json(path)
+    success = _number(data["success_rate"])
+    return {"success": success, "mean_return": _number(data.get("return")), "evaluated": success is not None}
+
+
+def _changed(folder: Path) -> float | None:
+    try:
+        return (folder / CONFIG if (folder / CONFIG).exists() else folder).stat().st_mtime
+    except OSError:
+        return None
+
+
+def _is_owned(path: Path) -> bool:
+    """True while a process holds the run's lock. It is not tried where the process that is named there has ended, lest
+    one that begins at this moment finds it taken."""
+    try:
+        owner = json.loads(path.read_text())
+        if owner["host"] == socket.gethostname() and not Path(f"/proc/{int(owner['process'])}").exists():
+            return False
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except UNREADABLE:
+        pass
+    return False
+
+
+def _number(value: Any) -> float | None:
+    """The number; None for another value, and for one that is not finite."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e100 else None
+
+
+def _plain(text: str) -> str:
+    """Text that a terminal prints as it is, in one line and not too long."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+
+
+def _row(one: Listed) -> tuple[str, ...]:
+    said = (one.policy, one.task)
+    return (
+        one.name,
+        " on ".join(part or "?" for part in said) if any(said) else "",
+        one.state if one.problem is None else f"{one.state}; {one.problem}",
+        "" if one.success is None else f"{100 * one.success:.1f}%" + ("" if one.evaluated else " (training)"),
+        "" if one.mean_return is None else f"{one.mean_return:.3g}",
+        "" if one.env_steps is None else f"{one.env_steps:,}",
+        "" if one.wall_s is None else duration(one.wall_s),
+        "" if one.changed is None else f"{datetime.fromtimestamp(one.changed):%Y-%m-%d %H:%M}",
+    )

@@ -1,0 +1,56 @@
+"""First checks of a command's settings: names, folders, and numbers that divide, before torch is imported.
+
+`preflight` checks the same again with all the rest, by the same functions: this module answers the common mistakes
+sooner. Raises `UserError`, `PolicyError` or `FarmError`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from embodied import hub
+from embodied.config.schema import HERE, Config
+from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import check_episode_groups, physics_workers_of, tasks_of
+from policies.kinds import check_folders, check_kind
+from sim_farm.catalogue import check_task
+from sim_farm.client.task_farm import check_division
+
+
+def check_policy(config: Config, resumed: bool = False) -> None:
+    """Check that the policy's kind and the files it is built from exist. A run that is `resumed` has a revision of its
+    own of a Hugging Face name, which is not looked for."""
+    policy = config.policy
+    if ":" not in policy.kind:  # else code, which has to be imported
+        check_kind(policy.kind)
+    if policy.path is None:
+        check_folders(policy.architecture)
+    elif not resumed and not (HERE / policy.path).is_dir():
+        hub.check_checkpoint(policy.path)
+
+
+def check_rollouts(config: Config) -> None:
+    """Check that the tasks exist, and that environments fill episode groups where the workflow has them."""
+    for task in tasks_of(config):
+        check_task(task.env.task)
+    if ":" not in config.workflow and recipe_of(config).rollout == "episodes":
+        check_episode_groups(config)
+
+
+def check_farms(config: Config) -> None:
+    """Check that each task's environments divide among workers and groups, where no plan says how many."""
+    if config.plan.mode == "configured" and config.plan.file is None:
+        for task in tasks_of(config):
+            _check_division(config, task.env.num_envs)
+
+
+def check_trials(config: Config) -> None:
+    """Check that the task of an evaluation exists, unless it names others, and that environments divide among workers
+    and groups."""
+    if not config.eval.tasks:
+        check_task(config.env.task)
+    _check_division(config, config.eval.num_envs or config.env.num_envs)
+
+
+def _check_division(config: Config, num_envs: int) -> None:
+    check_division(num_envs, physics_workers_of(config, len(os.sched_getaffinity(0))), config.farm.groups)

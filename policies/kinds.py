@@ -1,0 +1,39 @@
+"""The kinds of policies by name, and what can be checked of one before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from policies.errors import PolicyError, nearest, shown
+
+KINDS = {
+    "flow": "policies.small.flow:FlowPolicy",
+    "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
+    "pi0": "policies.pi0.policy:Pi0",
+    "openvla": "policies.openvla.policy:OpenVLA",
+    "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
+    "random": "policies.scripted.random_actions:RandomActions",
+    "replay": "policies.scripted.replay:Replay",
+    "scripted": "policies.scripted.policy:Scripted",
+}
+"""Kind to module:class. A module is imported when its kind is asked for."""
+
+
+def check_kind(kind: str) -> None:
+    """Raise `PolicyError` with the nearest kinds if there is none of this name."""
+    if kind not in KINDS:
+        raise PolicyError(f"unknown policy {shown(kind)}{nearest(kind[:100], list(KINDS))}")
+
+
+def check_folders(architecture: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` where `checkpoint` or `adapter` names a folder that is not there."""
+    for name in ("checkpoint", "adapter"):
+        folder = architecture.get(name)
+        if isinstance(folder, str) and folder and not Path(folder).is_dir():
+            raise PolicyError(
+                f"policy.options.{name}: {folder} is not a folder here; name one with the files as the policy's own "
+                "project lays them out, its weights as safetensors (a name on the Hugging Face Hub goes into "
+                "policy.path)"
+            )
