@@ -201,9 +201,9 @@ def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
 
 
 def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Config:
-    from embodied.config.schema import KEYS
+    from embodied.config.schema import KEYS, typed_code
 
-    code = [str(_option(arguments, f"--{key}", "")) for key in KEYS]
+    code = [name for key in KEYS for word in _words(arguments, key) for name in typed_code(word)]
     if may_be_a_run:
         from embodied.run.saved_settings import settings_of
 
@@ -235,6 +235,20 @@ def _version() -> str:
         return f"embodied {metadata.version('embodied-farm')}"
     except metadata.PackageNotFoundError:
         return "embodied, of a source tree that is not installed (pip install -e '.[all]')"
+
+
+def _words(arguments: list[str], key: str) -> list[str]:
+    """The words that were typed after the option of a key; none where it was not."""
+    words: list[str] = []
+    ours = False
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            ours = name.replace("-", "_") == f"__{key}"
+            words += [value] if ours and equals else []
+        elif ours:
+            words.append(argument)
+    return words
 
 
 def _help() -> str:

@@ -17,13 +17,10 @@ from torch.distributions import Normal
 import embodied
 from embodied.config.schema import Config
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
-from policies.registry import KINDS
 
 
 class Linear(Policy):
     """Action ~ N(W state + b, std^2). The noise is an input, so a decision does not depend on who computes it."""
-
-    kind = "linear"
 
     def __init__(self, spec: PolicySpec, *, std: float = 0.4) -> None:
         super().__init__()
@@ -52,18 +49,15 @@ class Linear(Policy):
         return Normal(self.mean(inputs.state)[:, None], self.std)  # [B, C, A] with chunks of C = 1
 
 
-# In this process alone, hence `inline`. For workers of their own, this line goes into policies/registry.py.
-KINDS["linear"] = "own_policy:Linear"
 CONFIG = Config.model_validate(
     {
         "name": "example-policy",
         "iterations": 20,
         "env": {"task": "tabletop/reach", "num_envs": 8},
-        "policy": {"kind": "linear", "options": {"std": 0.5}},
+        "policy": {"kind": "own_policy:Linear", "options": {"std": 0.5}},
         "advantage": {"gamma": 0.9, "lam": 0.9},
         "optim": {"epochs": 8, "policy_lr": 3e-2, "value_lr": 1e-2, "threads": 1},
         "eval": {"episodes": 20, "videos": 0},
-        "runtime": {"mode": "inline"},
     }
 )
 

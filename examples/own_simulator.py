@@ -14,7 +14,6 @@ import numpy as np
 import embodied
 from embodied.config.schema import Config
 from sim_farm.contract import Backend, EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
-from sim_farm.registry import BACKENDS
 
 LIMIT = 20
 
@@ -24,7 +23,7 @@ class PointPhysics:
 
     def __init__(self, spec: TaskSpec) -> None:
         if spec.control_mode not in (None, "delta") or spec.cameras not in (0, ()):
-            raise FarmError(f"point/reach has the control mode delta and no camera, got {spec}")
+            raise FarmError(f"{spec.name} has the control mode delta and no camera, got {spec}")
         self.limit = spec.max_episode_steps or LIMIT
         self.info = TaskInfo(
             replace(spec, control_mode="delta", max_episode_steps=self.limit, cameras=()), control_hz=10.0,
@@ -68,10 +67,8 @@ class PointPhysics:
 
 # A renderer would draw `scene`; this task has no cameras.
 BACKEND = Backend("point", make_physics=PointPhysics, make_renderer=None, tasks=lambda: ["reach"])
-# In this process alone, hence `inline`. For workers of their own, this line goes into sim_farm/registry.py.
-BACKENDS["point"] = "own_simulator"
 CONFIG = Config.model_validate(
-    {"name": "example-simulator", "iterations": 8, "env": {"task": "point/reach"}, "runtime": {"mode": "inline"},
+    {"name": "example-simulator", "iterations": 8, "env": {"task": "own_simulator:BACKEND/reach"},
      "policy": {"options": {"widths": [32, 32]}}, "optim": {"policy_lr": 3e-3, "threads": 1},
      "eval": {"episodes": 20, "videos": 0}}
 )  # fmt: skip

@@ -11,6 +11,7 @@ and architecture are then further entries of its config.json.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,19 @@ def save(policy: Policy, folder: str | Path) -> None:
     save_file(_on_cpu(policy.value_head.state_dict()), folder / VALUE_HEAD)
 
 
-def load(folder: str | Path) -> Policy:
-    """The policy that was saved in the folder, on the CPU, equal to the last bit. Raises `PolicyError`."""
+def load(folder: str | Path, code: Collection[str] = ()) -> Policy:
+    """The policy that was saved in the folder, on the CPU, equal to the last bit. Raises `PolicyError`.
+
+    `code`: what the folder, which may come from elsewhere, may name as its kind in the form `package.module:Class`.
+    """
     folder = Path(folder)
     config = _read_config(folder / CONFIG)
+    if ":" in config["kind"] and config["kind"] not in code:
+        kind = shown(config["kind"])
+        raise PolicyError(
+            f"{folder / CONFIG} names code that would be run: the kind {kind}. If you trust what has this name on this "
+            f"machine, allow it: policies.load(folder, code=[{kind}])"
+        )
     spec = _spec(config["spec"], folder / CONFIG)
     try:
         cls = policy_class(config["kind"])

@@ -122,14 +122,15 @@ class PolicySpec:
 
 
 class Policy(nn.Module):
-    """Base of every policy. Subclasses set `kind`, `spec`, `noise_dim` and `value_head`, and define the methods.
+    """Base of every policy. Subclasses set `spec`, `noise_dim` and `value_head`, and define the methods.
 
     `value_head` is a submodule: its parameters, and only they, are trained with the critic's learning rate
     and are saved apart. Everything that is not a parameter but belongs to the policy (normalisation
     statistics) is a buffer.
     """
 
-    kind: ClassVar[str]
+    kind: str = ""
+    """Name of the class in `policies.registry`, or `package.module:Class`; `policies.build` sets it."""
     spec: PolicySpec
     noise_dim: int
     """Z: how many standard normal numbers one decision consumes."""

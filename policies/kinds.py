@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.errors import PolicyError, nearest, shown
+from policies.named_code import entry_point_names
 
 KINDS = {
     "flow": "policies.small.flow:FlowPolicy",
@@ -19,12 +20,16 @@ KINDS = {
     "scripted": "policies.scripted.policy:Scripted",
 }
 """Kind to module:class. A module is imported when its kind is asked for."""
+ENTRY_POINTS = "embodied_farm.policies"
+"""Group in which packages offer policies, name to `module:Class`. A name of `KINDS` cannot be replaced."""
 
 
 def check_kind(kind: str) -> None:
-    """Raise `PolicyError` with the nearest kinds if there is none of this name."""
-    if kind not in KINDS:
-        raise PolicyError(f"unknown policy {shown(kind)}{nearest(kind[:100], list(KINDS))}")
+    """Raise `PolicyError` with the nearest kinds if there is none of this name; `package.module:Class` is any name."""
+    if kind in KINDS or ":" in kind or kind in (others := entry_point_names(ENTRY_POINTS)):
+        return
+    known = [*KINDS, *others]
+    raise PolicyError(f"unknown policy {shown(kind)}{nearest(kind[:100], known)}; your own is named package.module:Class")
 
 
 def check_folders(architecture: Mapping[str, Any]) -> None:

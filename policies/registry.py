@@ -1,4 +1,8 @@
-"""The registry of policy kinds: a policy by its kind, built from a seed."""
+"""The registry of policy kinds: a policy by its kind, built from a seed.
+
+A policy that is not one of ours is named by its module (`my_package.my_policy:MyPolicy`), or by the entry point of an
+installed package. It is imported in each process that asks for it.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,39 @@ import torch
 from policies.contract import Policy, PolicySpec
 from policies.errors import PolicyError, nearest, shown
 from policies.files import CONFIG, read_json
-from policies.kinds import KINDS, check_kind
+from policies.kinds import ENTRY_POINTS, KINDS, check_kind
+from policies.named_code import entry_point, named
 
 LARGEST, LARGEST_IMAGE = 2**16, 4096
 """Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
 
 
+REQUIRED = ("act", "evaluate", "value", "architecture")
+"""Methods that every policy defines."""
+
+
 def policy_class(kind: str) -> type[Policy]:
-    """The class of `kind`. Raises `PolicyError` with the nearest kinds if there is none."""
+    """The class of `kind`: one of `KINDS`, `package.module:Class`, or an installed package's. Raises `PolicyError` with
+    the nearest kinds if there is none, and for what is no policy."""
     check_kind(kind)
-    module, name = KINDS[kind].split(":")
-    return getattr(importlib.import_module(module), name)
+    if ":" in kind:
+        return _checked_policy(named(kind, PolicyError), kind)
+    if kind in KINDS:
+        module, name = KINDS[kind].split(":")
+        return getattr(importlib.import_module(module), name)
+    return _checked_policy(entry_point(ENTRY_POINTS, kind, PolicyError), f"the entry point {kind!r}")
+
+
+def _checked_policy(found: Any, name: str) -> type[Policy]:
+    if not isinstance(found, type):
+        raise PolicyError(f"{name} is a {type(found).__name__}, not a class derived from policies.Policy")
+    missing = [method for method in REQUIRED if getattr(found, method, None) in (None, getattr(Policy, method))]
+    derived = issubclass(found, Policy)
+    if missing or not derived:
+        wrong = [] if derived else ["is not derived from policies.Policy"]
+        wrong += [f"lacks the methods {', '.join(missing)}"] if missing else []
+        raise PolicyError(f"{name} is no policy: it {' and '.join(wrong)} (policies/contract.py says what they do)")
+    return found
 
 
 def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy:
@@ -51,8 +77,11 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if cls.options_type is not None:
-            return cls(spec, cls.options_type(**architecture))
-        return cls(spec, **architecture)
+            policy = cls(spec, cls.options_type(**architecture))
+        else:
+            policy = cls(spec, **architecture)
+    policy.kind = kind  # the name by which a checkpoint's reader finds the class again
+    return policy
 
 
 def check(kind: str, architecture: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.contract import FarmError, TaskFiles
-from sim_farm.registry import BACKENDS, backend, nearest
+from sim_farm.registry import backend, nearest, simulators
 
 LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
@@ -41,7 +41,7 @@ CATALOGUE = {
     "maniskill": Entry(tuple(INSTRUCTIONS), packages=("mani-skill", "sapien")),
     "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",)),
 }
-"""Description by simulator name. A simulator without an entry is imported instead."""
+"""Description by simulator name. A simulator without an entry, as a user's own, is imported instead."""
 
 
 def task_names(simulator: str) -> tuple[str, ...]:
@@ -55,13 +55,13 @@ def check_task(task: str) -> None:
     """Raise `FarmError` for a task that does not exist, naming the nearest, or whose simulator lacks its files."""
     simulator, slash, name = task.partition("/")
     if not slash:
-        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, list(BACKENDS))}")
+        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, simulators())}")
     if name not in task_names(simulator):
         known = [f"{simulator}/{other}" for other in task_names(simulator)]
         raise FarmError(f"unknown task {task!r}{foreign_suite(task) or nearest(task, known)}")
-    files = CATALOGUE[simulator].files if simulator in CATALOGUE else None
-    if files is not None:
-        module, function = files.split(":")
+    entry = _served_by(simulator)
+    if entry is not None and entry.files is not None:
+        module, function = entry.files.split(":")
         getattr(importlib.import_module(module), function)()
 
 
@@ -91,6 +91,12 @@ def task_files(task: str) -> TaskFiles | None:
 
 def versions(simulator: str) -> str:
     """The simulator's packages with their versions, `hf-libero 0.1.4, ...`; empty where it names none."""
-    packages = CATALOGUE[simulator].packages if simulator in CATALOGUE else ()
+    entry = _served_by(simulator)
+    packages = () if entry is None else entry.packages
     found = {package: next(iter(metadata.Distribution.discover(name=package)), None) for package in packages}
     return ", ".join(f"{name} {dist.version if dist else '(not installed)'}" for name, dist in found.items())
+
+
+def _served_by(simulator: str) -> Entry | None:
+    """The entry of the simulator, or of that with which `package.module:NAME` registers its tasks."""
+    return CATALOGUE.get(simulator.rpartition(":")[2])

@@ -1,7 +1,7 @@
 """The contract of simulators: the two halves every backend provides, and the data they exchange.
 
 A backend is one module with a `Physics` class (steps one environment; never draws a picture), a
-`Renderer` class (draws pictures of scenes; never steps), and a `BACKEND` that `registry.BACKENDS` names. The two
+`Renderer` class (draws pictures of scenes; never steps), and a `BACKEND` by which tasks name it. The two
 may live in different processes: all that travels from one to the other is `PhysicsResult.scene`.
 The conformance suite in `tests/sim_farm/conformance.py` states the laws a backend must keep.
 
@@ -34,7 +34,7 @@ class TaskSpec:
     """A task, and how it is simulated and observed."""
 
     name: str
-    """`<backend>/<task>`, for example `maniskill/PushCube-v1` or `tabletop/reach`."""
+    """`<backend>/<task>`, for example `tabletop/reach`; a backend of one's own is `package.module:NAME`."""
     control_mode: str | None = None
     """One of the task's control modes; None is the backend's default."""
     reward: Literal["dense", "sparse"] | None = None
@@ -243,6 +243,8 @@ class Backend:
     """The files of the task `<backend>/<task>`; None: its tasks are all in the simulator's code."""
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
     """Device of this process's renderers: its name, and its UUID or PCI address if it has one."""
+    prepare: Callable[[], None] = lambda: None
+    """Makes the simulator's packages importable, before a module that registers tasks of its own imports them."""
 
 
 class FarmError(Exception):

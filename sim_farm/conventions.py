@@ -66,7 +66,14 @@ class TaskPhysics:
         return result
 
     def step(self, actions: Float32) -> PhysicsResult:
-        return self.backend.step(_to_simulator(checked_actions(self.info, actions), self._spec))
+        result = self.backend.step(_to_simulator(checked_actions(self.info, actions), self._spec))
+        if result.steps < len(actions) and not result.ended:
+            raise FarmError(
+                f"{self._spec.name} executed {result.steps} of {len(actions)} actions, and its episode goes on: `step` "
+                "executes a whole chunk, or up to the episode's end. Episodes are replayed in chunks, whatever "
+                "policy.chunk is"
+            )
+        return result
 
     def go_on(self, episode: EpisodeSpec) -> None:
         check_episode(self.info, episode)

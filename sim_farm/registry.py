@@ -1,4 +1,8 @@
-"""The registry of simulators: from a task name such as `tabletop/reach` to its backend."""
+"""The registry of simulators: from a task name such as `tabletop/reach` to its backend.
+
+A simulator that is not one of ours is named by its module (`my_package.my_sim:BACKEND/reach`), or by the entry point of
+an installed package. It is imported in each process that asks for it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
 from sim_farm.conventions import TaskPhysics, TaskRenderer, check_task, plain
+from sim_farm.named_code import entry_point, entry_point_names, module_of, named
 
 BACKENDS = {
     "libero": "sim_farm.backends.libero",
@@ -17,10 +22,31 @@ BACKENDS = {
 """Name to module; each module defines `BACKEND`. A module is imported when one of its tasks is asked for."""
 
 
+ENTRY_POINTS = "embodied_farm.simulators"
+"""Group in which packages offer simulators, name to `module:BACKEND`. A name of `BACKENDS` cannot be replaced."""
+
+
 def backend(name: str) -> Backend:
-    """The backend called `name`. Raises `FarmError` with the nearest names if there is none."""
-    if name not in BACKENDS:
-        raise FarmError(f"unknown simulator {name!r}{nearest(name, list(BACKENDS))}")
+    """The backend called `name`, or what `package.module:NAME` names: a `Backend`, or a registered backend that is to
+    serve the tasks which the module registers. Raises `FarmError` with the nearest names if there is none."""
+    if ":" in name:
+        return _named(name)
+    if name in BACKENDS:
+        return _shipped(name)
+    found = entry_point(ENTRY_POINTS, name, FarmError)
+    if found is None:
+        raise FarmError(
+            f"unknown simulator {name!r}{nearest(name, simulators())}; your own is named package.module:BACKEND"
+        )
+    return _checked(found, f"the entry point {name!r}")
+
+
+def simulators() -> list[str]:
+    """The names of the simulators: ours, and those that installed packages offer."""
+    return [*BACKENDS, *(name for name in entry_point_names(ENTRY_POINTS) if name not in BACKENDS)]
+
+
+def _shipped(name: str) -> Backend:
     try:
         module = importlib.import_module(BACKENDS[name])
     except ModuleNotFoundError as error:
@@ -30,11 +56,33 @@ def backend(name: str) -> Backend:
     return module.BACKEND
 
 
+def _named(reference: str) -> Backend:
+    """A backend by its module, or a registered one after a module that registers tasks with it was imported."""
+    name = reference.partition(":")[2]
+    registered = _shipped(name) if name in BACKENDS else None
+    if registered is not None:
+        registered.prepare()  # the module is going to import what it registers its tasks with
+    found = getattr(module_of(reference, FarmError), name, None)
+    if not isinstance(found, Backend):  # `import libero` in the module binds that name too
+        found = registered or entry_point(ENTRY_POINTS, name, FarmError)
+    return _checked(named(reference, FarmError, simulators()) if found is None else found, reference)
+
+
+def _checked(found: object, name: str) -> Backend:
+    if not isinstance(found, Backend):
+        what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+        raise FarmError(
+            f"{name} is {what}, not a sim_farm.contract.Backend: name one, as "
+            "BACKEND = Backend(name, make_physics, make_renderer, tasks)"
+        )
+    return found
+
+
 def resolve(task: str) -> tuple[Backend, str]:
     """`maniskill/PushCube-v1` to its backend and the task's own name; raises `FarmError` naming the nearest."""
     simulator, slash, name = task.partition("/")
     if not slash:
-        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, list(BACKENDS))}")
+        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, simulators())}")
     found = backend(simulator)
     tasks = list(found.tasks())
     if name not in tasks:

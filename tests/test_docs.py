@@ -17,8 +17,7 @@ import embodied
 from embodied.cli import VERBS
 from embodied.config.files import all_settings
 from embodied.config.schema import Config
-from policies.registry import KINDS, arguments_of, policy_class
-from sim_farm.registry import BACKENDS
+from policies.registry import arguments_of, policy_class
 
 ROOT = Path(__file__).parent.parent
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
@@ -135,12 +134,12 @@ def _readme_block(beginning: str) -> str:
 @pytest.mark.parametrize(
     ("block", "imports", "task", "policy"),
     [
-        ("class Point", "", "point/reach", {}),
+        ("class Point", "", "point:BACKEND/reach", {}),
         (
             "class Linear",
             "import policies\nfrom torch import nn\nfrom torch.distributions import Normal\n",
             "tabletop/reach",
-            {"kind": "linear"},
+            {"kind": "linear:Linear"},
         ),
     ],
 )
@@ -156,8 +155,6 @@ def test_the_readme_s_parts_of_one_s_own_train(
     (tmp_path / f"{name}.py").write_text(imports + _readme_block(block))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(KINDS, "linear", "linear:Linear")
-    monkeypatch.setitem(BACKENDS, "point", "point")
     try:
         importlib.import_module(name)
         config = Config.model_validate(

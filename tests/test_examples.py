@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +15,7 @@ import pytest
 
 import embodied
 from embodied.config.schema import Config
-from policies.registry import KINDS
 from sim_farm.contract import TaskSpec
-from sim_farm.registry import BACKENDS
 from tests.sim_farm.conformance import PHYSICS_LAWS
 
 ROOT = Path(__file__).parent.parent
@@ -27,10 +27,9 @@ MOST_LINES = 80
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Imports an example by its name, as its folder's scripts do; what it registers is taken back."""
+    """Imports an example by its name, as its folder's scripts do."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    before = dict(KINDS), dict(BACKENDS)
     imported: list[str] = []
 
     def load(name: str) -> ModuleType:
@@ -38,9 +37,6 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         return importlib.import_module(name)
 
     yield load
-    for registry, names in zip((KINDS, BACKENDS), before, strict=True):
-        registry.clear()
-        registry.update(names)
     for name in imported:
         sys.modules.pop(name, None)
 
@@ -48,6 +44,7 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 def _short(config: Config) -> Config:
     data = config.model_dump(mode="json")
     data["iterations"] = 2
+    data["runtime"]["mode"] = "inline"
     data["eval"]["episodes"] = 4
     return Config.model_validate(data)
 
@@ -70,9 +67,19 @@ def test_the_plan_for_a_cluster_is_written(example: Any) -> None:
 
 
 def test_the_simulator_keeps_the_laws(example: Any) -> None:
-    example("own_simulator")
     for law in PHYSICS_LAWS:
-        law(TaskSpec("point/reach"))
+        law(TaskSpec(example("own_simulator").CONFIG.env.task))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_simulator", "own_policy"])
+def test_an_example_as_a_script_is_found_by_its_workers(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.glob("runs/*/report.html"))
 
 
 def test_an_example_is_at_most_eighty_lines_long() -> None:

@@ -98,7 +98,7 @@ def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -
     own = subject.config
     evaluation = own.eval.model_copy(update={"num_envs": own.eval.num_envs or own.env.num_envs, "videos": 0})
     same = {"eval": evaluation, "farm": own.farm, "runtime": own.runtime}
-    theirs = settings_of(str(folder), runs_dir, own.named_code.values())
+    theirs = settings_of(str(folder), runs_dir, own.named_code)
     return subject_of(str(folder), theirs.model_copy(update=same), named, runs_dir)
 
 

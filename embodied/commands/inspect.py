@@ -53,6 +53,7 @@ def _inspect_data(args: Arguments, path: Path) -> dict[str, Any]:
         if own is not None:
             config = own.model_copy(update={"sft": sft})
             try:
+                _refuse_code(config)
                 environment = observed(task_spec(config), draw="images" in config.policy.reads)
             except FarmError as error:
                 show(f"[yellow]not compared with {escape(config.env.task)}: {escape(str(error))}[/]")
@@ -68,6 +69,12 @@ def _inspect_data(args: Arguments, path: Path) -> dict[str, Any]:
     write_whole(out / DATA, json.dumps(understood.as_data() | {"text": text(understood)}, indent=1))
     show(f"written: [bold]{escape(', '.join(str(path) for path in (*pictures, out / DATA)))}[/]")
     return understood.as_data() | {"pictures": [str(path) for path in pictures]}
+
+
+def _refuse_code(config: Config) -> None:
+    """Raise `FarmError` where a dataset, which may come from elsewhere, names a simulator that would be imported."""
+    if config.named_code:
+        raise FarmError("it names code, which is run only if a configuration of yours names it: say so with --config")
 
 
 def _own_config(dataset: Dataset) -> Config | None:

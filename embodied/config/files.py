@@ -43,7 +43,7 @@ def load_config(reference: str, code: Collection[str] = ()) -> Config:
         raise UserError(f"no configuration {reference!r}{nearest(reference, known)}")
     if path.name == "config.yaml" and (path.parent / "checkpoints").is_dir():
         saved = saved_config(path)
-        refuse_code(saved.named_code, path, code)
+        refuse_code(saved, path, code)
         return saved
     return parse_config(_mapping(path), str(path))
 

@@ -7,7 +7,8 @@ it (`--loss.clip 0.1`).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -124,13 +125,17 @@ def _each(value: Any) -> Any:
 
 
 def _entry(text: str) -> Any:
-    """An entry of sft.features as the command line has it: a name, or a mapping in YAML."""
+    """An entry of sft.features or extra_tasks as the command line has it: a name, or a mapping in YAML."""
     if not text.lstrip().startswith("{"):
         return text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise ValueError(f"{text[:200]} is no mapping in YAML, as '{{image: observation.images.front}}' is") from None
+
+
+def _entry_text(value: Any) -> str:
+    return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=2**16).strip()
 
 
 FeatureNames = Annotated[
@@ -141,15 +146,27 @@ FeatureNames = Annotated[
         metavar="NAME|{KEY: OURS, ...}",
         instance_from_str=lambda words: _entry(words[0]),
         is_instance=lambda value: isinstance(value, (str, dict)),
-        str_from_instance=lambda value: [value if isinstance(value, str) else yaml.safe_dump(value, None).strip()],
+        str_from_instance=lambda value: [_entry_text(value)],
     ),
 ]
 """Names of one dataset's features: a shipped mapping, or the dataset's keys with the names used here."""
+ExtraTask = Annotated[
+    dict[str, Any],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{task: TASK, ...}",
+        instance_from_str=lambda words: _entry(words[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [_entry_text(value)],
+    ),
+]
+"""What differs from `env` in a further task."""
 
 
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
-    """`<simulator>/<task>`."""
+    """`<simulator>/<task>`; your own simulator is `package.module:NAME/<task>`, and your own task of a simulator that is
+    here `package.module:<simulator>/<task>` (docs/adding-a-simulator.md)."""
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
@@ -199,7 +216,7 @@ class FarmConfig(Section):
 
 class PolicyConfig(Section):
     kind: str = "gaussian_mlp"
-    """One of the policies of the `policies` package."""
+    """One of the policies of the `policies` package, or `package.module:Class` for one of your own."""
     reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
     """Observations of the policy: the simulator's full state, or proprioception, camera frames and the instruction.
     `episode` is for policies that replay recorded episodes."""
@@ -427,7 +444,8 @@ class SFTConfig(Section):
 
 class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
-    """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators; none: env.task alone."""
+    """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`;
+    none: env.task alone."""
     protocol: Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl"] | None = None
     """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
     and gripper; None: as env says. See docs/evaluating.md."""
@@ -516,8 +534,8 @@ class Config(Section):
     newer one is written. None keeps all."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
-    extra_tasks: tuple[dict[str, Any], ...] = ()
-    """Further tasks of the run, each as what differs from `env`."""
+    extra_tasks: tuple[ExtraTask, ...] = ()
+    """Further tasks of the run, each as what differs from `env`; a task may be `package.module:NAME/<task>` too."""
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()
@@ -531,26 +549,54 @@ class Config(Section):
 
     @property
     def named_code(self) -> dict[str, str]:
-        """By the setting's key, the code that is named; what comes with the project is none."""
-        found = zip(KEYS, (self.workflow, self.reward.function), strict=True)
-        return {key: name for key, name in found if name is not None and ":" in name}
+        """The setting's key of each code that is named, by the code's name (of a task, its simulator's); what comes
+        with the project is none."""
+        code = {"workflow": self.workflow, "reward.function": self.reward.function, "policy.kind": self.policy.kind}
+        tasks = {
+            "env.task": [self.env.task],
+            "extra_tasks": [differs.get("task") for differs in self.extra_tasks],
+            "eval.tasks": self.eval.tasks,
+        }
+        named = [(name, key) for key, name in code.items() if name is not None]
+        named += [(name, key) for key, found in tasks.items() for task in found for name in simulators_of(task)]
+        return {name: key for name, key in reversed(named) if ":" in name}  # the first of several keys
+
+    def typed(self, key: str) -> str:
+        """The setting as it is typed on the command line."""
+        value: Any = self
+        for part in key.split("."):
+            value = getattr(value, part)
+        words = [value] if isinstance(value, str) else [_entry_text(item) for item in value]
+        return shlex.join([f"--{key}", *words])
 
 
 # --- settings that name code, `package.module:NAME`: their author decides what the run executes
 
 
-KEYS = ("workflow", "reward.function")
+KEYS = ("workflow", "reward.function", "policy.kind", "env.task", "extra_tasks", "eval.tasks")
 
 
-def refuse_code(named: Mapping[str, str], path: Path, allowed: Collection[str]) -> None:
-    """Raise `UserError` where the configuration that a run has saved at `path` names, by key, other code than is
-    `allowed`."""
-    refused = {key: name for key, name in named.items() if name not in allowed}
+def simulators_of(tasks: object) -> list[str]:
+    """The simulators in a text of tasks, suites or simulators with commas between; none in what is no text."""
+    return [name.strip().partition("/")[0] for name in tasks.split(",")] if isinstance(tasks, str) else []
+
+
+def typed_code(text: str) -> list[str]:
+    """The code that one word names which was typed after a key of `KEYS`."""
+    entry = _entry(text)
+    return [text, *simulators_of(entry.get("task") if isinstance(entry, dict) else entry)]
+
+
+def refuse_code(saved: Config, path: Path, allowed: Collection[str]) -> None:
+    """Raise `UserError` where the configuration that a run has `saved` at `path` names other code than is `allowed`, by
+    its name or that of a task."""
+    known = {*allowed, *(name for task in allowed for name in simulators_of(task))}
+    refused = {name: key for name, key in saved.named_code.items() if name not in known}
     if refused:
         raise UserError(
-            f"{path} names code that would be run: {', '.join(f'{key}: {name}' for key, name in refused.items())}. "
+            f"{path} names code that would be run: {', '.join(f'{key}: {name}' for name, key in refused.items())}. "
             "A run's folder may come from elsewhere, so this is done only if you say so. If you trust the code that "
             "has this name on this machine, type "
-            + " ".join(f"--{key} {name}" for key, name in refused.items())
-            + f" as well (from Python: code={[*refused.values()]})"
+            + " ".join(saved.typed(key) for key in dict.fromkeys(refused.values()))
+            + f" as well (from Python: code={[*refused]})"
         )

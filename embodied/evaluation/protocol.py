@@ -16,7 +16,7 @@ from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
-from sim_farm.registry import BACKENDS
+from sim_farm.registry import simulators
 
 VERSION = 3
 """Version of protocols, which is a part of their hash."""
@@ -368,8 +368,8 @@ def suite_of(task: str) -> str:
 
 def _matching(name: str) -> list[str]:
     simulator = name.partition("/")[0]
-    if simulator not in BACKENDS:
-        raise UserError(f"no simulator {simulator!r} (in {name!r}){nearest(simulator, sorted(BACKENDS))}")
+    if ":" not in simulator and simulator not in simulators():
+        raise UserError(f"no simulator {simulator!r} (in {name!r}){nearest(simulator, sorted(simulators()))}")
     tasks = [f"{simulator}/{task}" for task in task_names(simulator)]
     found = [task for task in tasks if task == name or task.startswith(f"{name}/")]
     if found:

@@ -205,7 +205,7 @@ class Lineage:
 
 def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
     """The trainings behind the checkpoint `folder`, or behind what a policy without one is built from."""
-    found, seen = Lineage(), set()
+    found, seen, kind = Lineage(), set(), policy.kind
     begun = policy.init if folder is None else folder
     while begun is not None and begun.resolve() not in seen:
         seen.add(begun.resolve())
@@ -218,7 +218,7 @@ def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
             return found + Lineage(unknown=(str(begun),))
         found += _imitated(run_dir, config.sft.data) if stage == "sft" else Lineage(reinforced=(config,))
         policy, begun = config.policy, config.policy.init
-    return found + _base(policy)
+    return found + _base(policy, kind)
 
 
 def _run_and_checkpoint(named: Path) -> tuple[Path | None, Path | None]:
@@ -231,13 +231,14 @@ def _run_and_checkpoint(named: Path) -> tuple[Path | None, Path | None]:
     return (named if found is not None else None), found
 
 
-def _base(policy: PolicyConfig) -> Lineage:
-    """The base that the policy is built from where no training of this project has written it."""
-    if not policy_class(policy.kind).pretrained:
+def _base(policy: PolicyConfig, kind: str) -> Lineage:
+    """The base that the policy is built from where no training of this project has written it. Its `kind` is that of
+    the policy that began from it: one that a folder records may name code."""
+    if not policy_class(kind).pretrained:
         return Lineage()
     files = outside_files(policy)
     learned = [one["path"] for one in files.values() if not _is_drawn(Path(one["path"]))]
-    return Lineage(unknown=tuple(learned if files else [policy.kind]))
+    return Lineage(unknown=tuple(learned if files else [kind]))
 
 
 def _is_drawn(folder: Path) -> bool:

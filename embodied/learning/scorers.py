@@ -6,7 +6,6 @@ Parts of an iteration's trajectories leave a scorer in the order in which they c
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from embodied.learning.success_classifier import SuccessClassifier
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext
 from policies.contract import Policy, PolicySpec
+from sim_farm.named_code import named
 
 
 class Scorer:
@@ -228,13 +228,7 @@ class RewardWorker(Scorer):
 
 def function_of(name: str) -> Judge:
     """The function `package.module:NAME`. Raises `UserError` where there is none."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UserError(f"reward.function is named package.module:NAME, got {name!r}")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"reward.function {name!r} cannot be imported: {error}") from error
+    found = named(name, UserError)
     if not callable(found):
         raise UserError(f"reward.function {name!r} is a {type(found).__name__}, not a function")
     return found

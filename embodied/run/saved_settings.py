@@ -25,7 +25,7 @@ def settings_of(run: str, runs_dir: Path, code: Collection[str] = ()) -> Config:
         except UserError as error:
             raise UserError(f"no run {run!r} here or below {runs_dir}/, and {error}") from error
     saved = saved_config(folder / CONFIG)
-    refuse_code(saved.named_code, folder / CONFIG, code)
+    refuse_code(saved, folder / CONFIG, code)
     return saved
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from schedulers.workflow import Edge
+from sim_farm.named_code import entry_point, entry_point_names, named
 
 if TYPE_CHECKING:  # what computes imports torch: a declared workflow is known without
     from embodied.algorithms.estimators import Estimator
@@ -208,18 +209,20 @@ RECIPES = {
 }
 
 
+ENTRY_POINTS = "embodied_farm.workflows"
+"""Group in which packages offer workflows, name to `module:NAME`. A name of `RECIPES` cannot be replaced."""
+
+
 def recipe_of(config: Config) -> Recipe:
-    """The recipe that the configuration names: one of `RECIPES`, or `package.module:NAME` for one of your own."""
+    """The recipe that the configuration names: one of `RECIPES`, `package.module:NAME` for one of your own, or an
+    installed package's."""
     name = config.workflow
     if name in RECIPES:
         return RECIPES[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise UserError(f"no workflow {name!r}{nearest(name, sorted(RECIPES))}; your own is named package.module:NAME")
-    try:
-        recipe = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"the workflow {name!r} cannot be imported: {error}") from error
+    recipe = named(name, UserError) if ":" in name else entry_point(ENTRY_POINTS, name, UserError)
+    if recipe is None and ":" not in name:
+        known = sorted({*RECIPES, *entry_point_names(ENTRY_POINTS)})
+        raise UserError(f"no workflow {name!r}{nearest(name, known)}; your own is named package.module:NAME")
     if not isinstance(recipe, Recipe):
         raise UserError(f"{name} is a {type(recipe).__name__}, not an embodied.workflows.Recipe")
     return recipe

@@ -303,7 +303,7 @@ def task_of_bddl(path: Path, bddl: str) -> str:
 
 
 def _check_task(path: Path, task: str, simulator: str) -> None:
-    if not task.startswith(f"{simulator}/"):
+    if task.partition("/")[0].rpartition(":")[2] != simulator:  # also with a module that registers tasks of your own
         raise DatasetError(f"{path} is a recording of {simulator}'s, --task names {task}: name one of {simulator}/...")
     try:
         resolve(task)

@@ -143,6 +143,10 @@ class RayCluster:
         """A new actor, on this machine or the node with that id, which `close` ends; with `threads`, so many of its
         calls run concurrently."""
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
+        if node in (HERE, self.here):
+            # What this process can import, which a script or a notebook may have made possible; other machines have
+            # their own packages.
+            env = {**env, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
         if faults.VARIABLE in os.environ:
             env = {**env, faults.VARIABLE: os.environ[faults.VARIABLE]}
         options: dict[str, Any] = {"scheduling_strategy": place, "runtime_env": {"env_vars": env}}

@@ -1,5 +1,8 @@
 """`libero/<suite>/<index>`: the 130 tasks of LIBERO (Liu et al. 2023, arXiv:2306.03310), in real robosuite and MuJoCo.
 
+Tasks of one's own are those of a benchmark class that a module registers with LIBERO's `register_benchmark`:
+`my_package.my_tasks:libero/<suite>/<index>`.
+
     package.py      makes LIBERO and robosuite importable: its settings, its assets, no question on standard input
     tasks.py        the suites, a task's files, its recorded initial states
     environment.py  builds robosuite's environment of a task, without a renderer, around a shared model; its scene
@@ -14,6 +17,7 @@ The stock environments keep random state between episodes and see another one at
 what a new stock environment shows: `env.seed(seed); env.reset()`, then `env.set_init_state(...)` if one is named.
 """
 
+from sim_farm.backends.libero.package import prepare
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.renderer import LiberoRenderer
 from sim_farm.backends.libero.tasks import task_files, task_names
@@ -28,4 +32,5 @@ BACKEND = Backend(
     rewards=("sparse", "dense"),
     files=task_files,
     drawn_by=drawn_by,
+    prepare=prepare,
 )

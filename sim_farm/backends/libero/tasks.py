@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -13,6 +14,7 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,8 @@ from sim_farm.contract import FarmError, TaskFiles
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Env steps of an episode where the user says nothing: those of OpenVLA-OFT and openpi."""
+OWN_LIMIT = max(LIMITS.values())
+"""The same in a suite of the user's own."""
 PUBLISHED = Path(__file__).with_name("published.json")
 """LIBERO's own tasks as hf-libero 0.1.4 has them: for `<suite>/<index>` the sha256 of the task file, of the initial
 states, and of all (`TaskFiles.digest`). The files equal those of
@@ -40,21 +44,28 @@ class LiberoTask:
     """LIBERO's own name, for example `open_the_middle_drawer_of_the_cabinet`."""
     instruction: str
     bddl: Path
-    initial: Path
-    """LIBERO's pickle of recorded initial states."""
+    initial: Path | None
+    """LIBERO's pickle of recorded initial states; None in a task of the user's own that has none."""
 
     @property
     def limit(self) -> int:
-        return LIMITS[self.suite]
+        return LIMITS.get(self.suite, OWN_LIMIT)
 
 
 def task_names() -> list[str]:
-    """All 130, as `<suite>/<index>`."""
-    return [f"{suite}/{index}" for suite in SUITES for index in range(len(_suite(suite)))]
+    """LIBERO's own 130, then those of suites that modules have registered in this process, as `<suite>/<index>`."""
+    return [f"{suite}/{index}" for suite in (*SUITES, *_own_suites()) for index in range(len(_suite(suite)))]
+
+
+def _own_suites() -> dict[str, Any]:
+    """Suite name to class, of the benchmarks that others than LIBERO have registered with it (`register_benchmark`)."""
+    prepare()
+    known = importlib.import_module("libero.libero.benchmark").get_benchmark_dict()
+    return {suite: cls for suite, cls in known.items() if cls.__module__.partition(".")[0] != "libero"}
 
 
 def find_task(name: str) -> LiberoTask:
-    """The task called `libero/<suite>/<index>`."""
+    """The task called `libero/<suite>/<index>`, in any simulator's place: `my_package.my_tasks:libero/<suite>/<index>`."""
     _, suite, index = name.split("/")
     return _suite(suite)[int(index)]
 
@@ -63,13 +74,17 @@ def find_task(name: str) -> LiberoTask:
 def _suite(suite: str) -> tuple[LiberoTask, ...]:
     prepare()
     libero = importlib.import_module("libero.libero")
-    known = importlib.import_module("libero.libero.benchmark").task_maps.get(suite, {})
-    own = sum(name.startswith(f"{suite}/") for name in _published())
-    if len(known) != own:
-        raise FarmError(
-            f"the LIBERO installed here ({libero.__file__}) has {len(known)} tasks in {suite}, LIBERO's own has {own}: "
-            "install LIBERO's own (pip install hf-libero)"
-        )
+    if suite in SUITES:
+        known = list(importlib.import_module("libero.libero.benchmark").task_maps.get(suite, {}).values())
+        own = sum(name.startswith(f"{suite}/") for name in _published())
+        if len(known) != own:
+            raise FarmError(
+                f"the LIBERO installed here ({libero.__file__}) has {len(known)} tasks in {suite}, LIBERO's own has "
+                f"{own}: install LIBERO's own (pip install hf-libero)"
+            )
+    else:
+        known = _tasks_of(_own_suites()[suite])
+    states = Path(libero.get_libero_path("init_states"))
     return tuple(
         LiberoTask(
             suite,
@@ -77,22 +92,35 @@ def _suite(suite: str) -> tuple[LiberoTask, ...]:
             task.name,
             task.language,
             Path(libero.get_libero_path("bddl_files")) / task.problem_folder / task.bddl_file,
-            Path(libero.get_libero_path("init_states")) / task.problem_folder / task.init_states_file,
+            states / task.problem_folder / task.init_states_file if task.init_states_file else None,
         )
-        for index, task in enumerate(known.values())
+        for index, task in enumerate(known)
     )
 
 
+def _tasks_of(cls: Any) -> list[Any]:
+    """The tasks of a benchmark class of the user's own. Raises `FarmError` where it cannot be made."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # LIBERO's base class prints the order of its tasks
+            return list(cls().tasks)
+    except Exception as error:  # whatever the class raises is its author's to mend
+        raise FarmError(
+            f"the benchmark {cls.__module__}.{cls.__name__} gives no tasks ({type(error).__name__}: {error}): it is "
+            "made without arguments, and has a list of libero.libero.benchmark.Task called tasks"
+        ) from error
+
+
 def task_files(name: str) -> TaskFiles:
-    """The files of the task `libero/<suite>/<index>`, beside those that LIBERO's authors published.
+    """The files of the task `libero/<suite>/<index>`, beside those that LIBERO's authors published, if they did.
 
     Raises `FarmError` where one is missing.
     """
     task = find_task(name)
-    bddl, initial = (hashlib.sha256(_content(path)).hexdigest() for path in (task.bddl, task.initial))
+    bddl = hashlib.sha256(_content(task.bddl)).hexdigest()
+    initial = None if task.initial is None else hashlib.sha256(_content(task.initial)).hexdigest()
     digest = hashlib.sha256(json.dumps([task.instruction, bddl, initial]).encode()).hexdigest()
-    published = _published()[f"{task.suite}/{task.index}"]
-    if digest == published["digest"]:
+    published = _published().get(f"{task.suite}/{task.index}")
+    if published is None or digest == published["digest"]:
         return TaskFiles(digest)
     foreign = [
         f"{path} is not LIBERO's own file (named by {settings_file()})"
@@ -121,13 +149,16 @@ def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
     """[N, 1 + nq + nv]: time, positions and velocities of the recorded initial states.
 
     LIBERO ships them as pickles. They are converted once, into an .npz in the cache beside its checksum, by a
-    reader that executes nothing; later only that file is read. Raises `FarmError` where it is damaged.
+    reader that executes nothing; later only that file is read. A task without them has none of them, N = 0. Raises
+    `FarmError` where it is damaged.
     """
+    if task.initial is None:
+        return np.empty((0, 0))
     source = _content(task.initial)
     digest = hashlib.sha256(source).hexdigest()
     path = cache() / "libero" / "initial_states" / f"{task.suite}-{task.index}-{digest[:16]}.npz"
     if not path.is_file():
-        _convert(task, source, path)
+        _convert(read_pickled_array(source, task.initial), path)
     with np.load(path, allow_pickle=False) as data:
         states = data["states"]
         if hashlib.sha256(states.tobytes()).hexdigest() != str(data["sha256"]):
@@ -135,8 +166,7 @@ def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
     return states
 
 
-def _convert(task: LiberoTask, source: bytes, path: Path) -> None:
-    states = read_pickled_array(source, task.initial)
+def _convert(states: npt.NDArray[np.float64], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         np.savez(file, states=states, sha256=hashlib.sha256(states.tobytes()).hexdigest())

@@ -7,7 +7,8 @@ What makes the split exact:
   when they are reconfigured, so that the renderer can build the same geometry;
 - the renderer is an ordinary ManiSkill environment that is never stepped.
 
-A task's reward, cameras and reset are those of its ManiSkill class; `two_cubes.py` is a class of this project's own.
+A task's reward, cameras and reset are those of its ManiSkill class; `two_cubes.py` is a class of this project's own,
+and `my_package.my_tasks:maniskill/MyTask-v1` one that a user's module registers with `register_env`.
 
 SAPIEN needs a Vulkan device even to build a scene that is never drawn, because its materials live there.
 """
@@ -35,6 +36,7 @@ from sim_farm.backends.maniskill.rendering import drawn_by, light_cameras, make_
 from sim_farm.backends.maniskill.speed import controllers, frozen_poses, short_collections, speed_up
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.contract import (
+    INSTRUCTION_BYTES,
     Backend,
     EpisodeOver,
     EpisodeSpec,
@@ -51,14 +53,41 @@ from sim_farm.contract import (
 DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
 
 NEEDS_RENDER_SCENE = {"PushT-v1"}
-"""Tasks that recolour their table while building it, and so cannot be built without a render scene."""
+"""Tasks that recolour their table while building it, and so cannot be built without a render scene; nor can those that
+are derived from them."""
 
 MAX_REPLICAS = 16
 """Scene replicas a renderer keeps; only tasks that draw their geometry per episode need more than one."""
 
 
 def tasks() -> tuple[str, ...]:
-    return tuple(INSTRUCTIONS)
+    """ManiSkill's own in the catalogue, then those that other modules have registered in this process."""
+    others = (name for name, one in REGISTERED_ENVS.items() if one.cls.__module__.partition(".")[0] != "mani_skill")
+    return tuple(dict.fromkeys((*INSTRUCTIONS, *others)))
+
+
+def instruction_of(task: str) -> str:
+    """What the robot is told: the class attribute `instruction` of a task of the user's own, or else its name in words.
+
+    Raises `FarmError` for an instruction that is no text, or too long.
+    """
+    if task in INSTRUCTIONS:
+        return INSTRUCTIONS[task]
+    cls = REGISTERED_ENVS[task].cls
+    found = getattr(cls, "instruction", None)
+    if found is None:
+        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", re.sub(r"-v[0-9]+$", "", task))
+        return " ".join(words).lower()
+    if not isinstance(found, str) or not 0 < len(found.encode()) <= INSTRUCTION_BYTES:
+        raise FarmError(
+            f"{cls.__name__}.instruction of {task} is a text of 1 to {INSTRUCTION_BYTES} bytes, got {str(found)[:100]!r}"
+        )
+    return found
+
+
+def _needs_render_scene(task: str) -> bool:
+    cls = REGISTERED_ENVS[task].cls
+    return any(issubclass(cls, REGISTERED_ENVS[known].cls) for known in NEEDS_RENDER_SCENE)
 
 
 def _make(spec: TaskSpec, render: bool) -> Any:
@@ -79,7 +108,7 @@ def _make(spec: TaskSpec, render: bool) -> Any:
                     task,
                     num_envs=1,
                     sim_backend="physx_cpu",
-                    render_backend="cpu" if render or task in NEEDS_RENDER_SCENE else "none",
+                    render_backend="cpu" if render or _needs_render_scene(task) else "none",
                     obs_mode="rgb+state" if render else "state",
                     reward_mode=reward,
                     control_mode=mode,
@@ -112,7 +141,7 @@ class ManiSkillPhysics:
         self._low = np.array(self.info.action_low, np.float32)
         self._high = np.array(self.info.action_high, np.float32)
         self._prepare()
-        self._instruction = INSTRUCTIONS[spec.name.partition("/")[2]]
+        self._instruction = instruction_of(spec.name.partition("/")[2])
         self._left = 0
         self._seed = 0
         self._recorded = False
@@ -281,7 +310,7 @@ def _forget_contacts(env: Any) -> None:
     scene = env.scene
     old, system = scene.sub_scenes[0], sapien.physx.PhysxCpuSystem()
     system.timestep = scene.px.timestep
-    drawn = env.spec.id in NEEDS_RENDER_SCENE
+    drawn = _needs_render_scene(env.spec.id)
     systems = [system, old.render_system] if drawn else [system]
     new = sapien.Scene(systems)
     entities = list(old.entities)
@@ -325,6 +354,11 @@ def _info(spec: TaskSpec, env: Any) -> TaskInfo:
     obs = env.get_obs(env.get_info(), unflattened=True)
     cameras = _resolve_cameras(spec, env)
     limit = spec.max_episode_steps or REGISTERED_ENVS[task].max_episode_steps
+    if limit is None:
+        raise FarmError(
+            f"{spec.name} is registered without a step limit: register_env({task!r}, max_episode_steps=...), or set "
+            "env.max_episode_steps"
+        )
     mode = env.agent.control_mode
     resolved = replace(
         spec,

@@ -1,4 +1,4 @@
-"""ManiSkill's tasks, without importing ManiSkill."""
+"""ManiSkill's tasks that are served without a module of the user's, without importing ManiSkill."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+../sim_farm/named_code.py
