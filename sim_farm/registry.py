@@ -10,6 +10,7 @@ from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
 from sim_farm.conventions import TaskPhysics, TaskRenderer, check_task, plain
 
 BACKENDS = {
+    "gymnasium": "sim_farm.backends.gymnasium",
     "libero": "sim_farm.backends.libero",
     "maniskill": "sim_farm.backends.maniskill.simulator",
     "tabletop": "sim_farm.backends.tabletop",
