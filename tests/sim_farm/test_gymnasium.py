@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -182,8 +183,9 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str) -> None:
 
 
 def test_frames_without_the_package_that_draws_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pygame", None)
-    with pytest.raises(FarmError, match=r"CartPole-v1 cannot draw \(pygame is not installed.*embodied-farm\[gymnasium\]"):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    message = r"CartPole-v1 cannot draw \(pygame is not installed.*embodied-farm\[gymnasium\]"
+    with pytest.raises(FarmError, match=message):
         make_physics(replace(CART_POLE, cameras=1))
 
 

@@ -115,8 +115,8 @@ def _described(spec: TaskSpec, env: gymnasium.Env[Any, Any], limit: int, cameras
         raise FarmError(f"{spec.name} has no {spec.reward} reward, only its own, which is called dense")
     if not env.observation_space.is_np_flattenable:
         raise FarmError(
-            f"{spec.name} has observations of {env.observation_space}, which have no fixed length: a state is a Box, or "
-            "a dictionary of boxes"
+            f"{spec.name} has observations of {env.observation_space}, which have no fixed length: a state is a Box "
+            "or a dictionary of boxes"
         )
     if cameras:
         env.reset(seed=0)
