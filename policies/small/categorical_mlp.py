@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Categorical
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec

@@ -102,7 +102,7 @@ def test_what_was_saved_before_there_was_a_horizon_is_loaded(tmp_path):
 def test_a_policy_of_the_other_kind_of_actions_is_refused():
     choices = PolicySpec(action_dim=1, state_dim=5, discrete_actions=3)
     for kind in ("gaussian_mlp", "flow", "random"):
-        with pytest.raises(PolicyError, match=f"one of 3 choices, and {kind} says real .* policy.kind to categorical_mlp"):
+        with pytest.raises(PolicyError, match=f"one of 3 choices, and {kind} says .* policy.kind to categorical_mlp"):
             policies.build(kind, choices, 0)
     with pytest.raises(PolicyError, match="chooses among .* are 3 real numbers: set policy.kind to gaussian_mlp"):
         build("categorical_mlp")

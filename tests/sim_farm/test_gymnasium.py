@@ -28,7 +28,8 @@ class Dot(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         self.render_mode, self._reports = render_mode, reports
         self.action_space = spaces.Box(np.array([[-1.0], [-0.5]]), np.array([[1.0], [0.5]]), dtype=np.float64)
         box = spaces.Box(-1.0, 1.0, (2,), np.float64)
-        self.observation_space = spaces.Dict({"where": box, "away": spaces.Box(0.0, 2.0, (), np.float32)})
+        away = spaces.Box(0.0, 2.0, (), np.float32)
+        self.observation_space: spaces.Space[Any] = spaces.Dict({"where": box, "away": away})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -68,7 +69,7 @@ class Without(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), float(np.sum(action)), False, False, {}
 
 
-def register(name: str, kind: type[gymnasium.Env[Any, Any]], limit: int | None = 50, **arguments: Any) -> None:
+def register(name: str, kind: Any, limit: int | None = 50, **arguments: Any) -> None:
     gymnasium.register(f"farm-tests/{name}", entry_point=kind, max_episode_steps=limit, kwargs=arguments)
 
 
@@ -115,15 +116,11 @@ def test_an_episode_is_that_of_the_bare_environment(spec: TaskSpec) -> None:
             for action in random_actions(physics.info, limit, seed):
                 assert not ended and np.array_equal(seen.state, flat(observation)) and seen.state.dtype == np.float32
                 if spec.cameras:
-                    own = Image.fromarray(bare.render()).resize((32, 32), Image.Resampling.BILINEAR)
+                    whole: Any = bare.render()
+                    own = Image.fromarray(whole).resize((32, 32), Image.Resampling.BILINEAR)
                     assert np.array_equal(renderer.render([seen.scene], ["render"])["render"][0], np.array(own))
                 seen = physics.step(action[None])
-                own_action = round(float(action[0])) if physics.info.discrete_actions else action.astype(np.float64)
-                if spec is DOT:
-                    own_action = own_action[:, None]
-                elif spec.name == PENDULUM.name:
-                    own_action = action
-                observation, reward, terminated, truncated, info = bare.step(own_action)
+                observation, reward, terminated, truncated, info = bare.step(own_action(spec, action))
                 ended = terminated or truncated
                 assert seen.reward[0] == np.float32(reward) and seen.success[0] == info.get("is_success", False)
                 assert (seen.terminated[0], seen.truncated[0]) == (terminated, truncated)
@@ -131,6 +128,13 @@ def test_an_episode_is_that_of_the_bare_environment(spec: TaskSpec) -> None:
                     break
             assert ended and np.array_equal(seen.state, flat(observation))
     bare.close()
+
+
+def own_action(spec: TaskSpec, action: np.ndarray) -> Any:
+    """The action as the bare environment takes it."""
+    if spec is CART_POLE:
+        return round(float(action[0]))
+    return action.astype(np.float64)[:, None] if spec is DOT else action
 
 
 def flat(observation: Any) -> np.ndarray:
