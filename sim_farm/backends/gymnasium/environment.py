@@ -35,21 +35,25 @@ class Environment:
 def open_environment(spec: TaskSpec) -> Environment:
     """The task's environment. Raises `FarmError` where it cannot be made or drawn, or is of spaces that are not
     understood."""
-    name = spec.name.removeprefix("gymnasium/")
-    limit = spec.max_episode_steps or gymnasium.registry[name].max_episode_steps
+    limit = spec.max_episode_steps or gymnasium.registry[id_of(spec)].max_episode_steps
     if limit is None:
         raise FarmError(f"{spec.name} has no time limit of its own: set env.max_episode_steps (TaskSpec's)")
     cameras = _cameras(spec)
-    env = _made(spec.name, limit)
+    env = _made(spec, limit)
     try:
         if cameras:
             _check_draws(spec.name, env)
             env.close()
-            env = _made(spec.name, limit, render_mode="rgb_array")
+            env = _made(spec, limit, render_mode="rgb_array")
         return Environment(env, _described(spec, env, limit, cameras))
     except BaseException:
         env.close()
         raise
+
+
+def id_of(spec: TaskSpec) -> str:
+    """The environment's id in Gymnasium's registry, which may have slashes of its own."""
+    return spec.name.partition("/")[2]
 
 
 def picture(env: gymnasium.Env[Any, Any], name: str) -> np.ndarray:
@@ -79,12 +83,12 @@ def is_solved(info: Mapping[str, Any]) -> bool:
     return any(bool(info[key]) for key in SUCCESS if key in info)
 
 
-def _made(name: str, limit: int, **arguments: Any) -> gymnasium.Env[Any, Any]:
+def _made(spec: TaskSpec, limit: int, **arguments: Any) -> gymnasium.Env[Any, Any]:
     try:
         # Its checker would compare spaces at every call, and warn of what is no concern here.
-        return gymnasium.make(name.removeprefix("gymnasium/"), limit, disable_env_checker=True, **arguments)
+        return gymnasium.make(id_of(spec), limit, disable_env_checker=True, **arguments)
     except (gymnasium.error.Error, ImportError) as error:
-        raise FarmError(f"{name} cannot be made: {error}") from error
+        raise FarmError(f"{spec.name} cannot be made: {error}") from error
 
 
 def _check_draws(name: str, env: gymnasium.Env[Any, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium import spaces
 from PIL import Image
 
-from sim_farm.backends.gymnasium.environment import flat_state, is_solved, open_environment, picture
+from sim_farm.backends.gymnasium.environment import flat_state, id_of, is_solved, open_environment, picture
 from sim_farm.contract import EpisodeOver, EpisodeSpec, Float32, PhysicsResult, TaskSpec, UInt8
 
 
@@ -74,7 +74,7 @@ class GymnasiumPhysics:
             proprio=np.zeros(0, np.float32),
             state=flat_state(self._env, observation),
             scene=self._scene(),
-            instruction=self.info.spec.name.removeprefix("gymnasium/"),
+            instruction=id_of(self.info.spec),
         )
 
     def _scene(self) -> UInt8:
