@@ -114,6 +114,9 @@ class PolicySpec:
     horizon: int = 0
     """Actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's checkpoint
     says."""
+    discrete_actions: int = 0
+    """Choices of an action that is one: `action_dim` is then 1, and an action the number of the choice, from 0. 0:
+    actions are real numbers."""
 
     @property
     def predicted(self) -> int:
@@ -143,6 +146,8 @@ class Policy(nn.Module):
     they are computed, and how actions are drawn from what was computed (with new weights, where that takes some)."""
     predicts_more: ClassVar[bool] = False
     """True if a decision may predict more actions than are executed."""
+    chooses: ClassVar[bool] = False
+    """True if its actions are choices (`PolicySpec.discrete_actions`); False: real numbers."""
     pretrained: ClassVar[bool] = False
     """True if a policy that was just built has learned already: it begins with published weights."""
     trainable: ClassVar[bool] = True

@@ -10,6 +10,7 @@ from policies.errors import PolicyError, nearest, shown
 from policies.named_code import entry_point_names
 
 KINDS = {
+    "categorical_mlp": "policies.small.categorical_mlp:CategoricalMLP",
     "flow": "policies.small.flow:FlowPolicy",
     "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
     "pi0": "policies.pi0.policy:Pi0",

@@ -61,6 +61,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     or of another type than its default, so that a configuration file cannot cause another error.
     """
     cls = _checked_class(kind, architecture)
+    check_actions(kind, spec)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
     for name, size in vars(spec).items():
@@ -90,6 +91,22 @@ def check(kind: str, architecture: Mapping[str, Any]) -> None:
     cls = _checked_class(kind, architecture)
     _check_kind(kind, cls, architecture.get("checkpoint"))
     cls.check_files(architecture)
+
+
+def check_actions(kind: str, spec: PolicySpec) -> None:
+    """Raise `PolicyError` where the task's actions are choices and the kind's are real numbers, or the other way
+    round."""
+    if policy_class(kind).chooses == bool(spec.discrete_actions):
+        return
+    if spec.discrete_actions:
+        raise PolicyError(
+            f"an action of the task is one of {spec.discrete_actions} choices, and {kind} says real numbers: set "
+            "policy.kind to categorical_mlp"
+        )
+    raise PolicyError(
+        f"{kind} chooses among discrete actions, and the task's are {spec.action_dim} real numbers: set policy.kind to "
+        "gaussian_mlp or flow"
+    )
 
 
 def _check_kind(kind: str, cls: type[Policy], folder: Any) -> None:

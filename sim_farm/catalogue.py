@@ -17,8 +17,9 @@ LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "
 class Entry:
     """Description of a simulator that is not imported."""
 
-    tasks: tuple[str, ...]
-    """Names of its tasks, in the order of its backend's `tasks()`."""
+    tasks: tuple[str, ...] | None
+    """Names of its tasks, in the order of its backend's `tasks()`; None: its backend, which is quickly imported, knows
+    them."""
     files: str | None = None
     """`module:function` that raises `FarmError` where files that all its tasks need are missing."""
     packages: tuple[str, ...] = ()
@@ -30,6 +31,7 @@ class Entry:
 
 
 CATALOGUE = {
+    "gymnasium": Entry(None, packages=("gymnasium",)),
     "libero": Entry(
         tuple(f"{suite}/{index}" for suite, count in LIBERO_SUITES.items() for index in range(count)),
         "sim_farm.backends.libero.package:assets",
@@ -46,8 +48,9 @@ CATALOGUE = {
 
 def task_names(simulator: str) -> tuple[str, ...]:
     """The names of the simulator's tasks, without its own. Raises `FarmError` with the nearest if there is none."""
-    if simulator in CATALOGUE:
-        return CATALOGUE[simulator].tasks
+    known = CATALOGUE[simulator].tasks if simulator in CATALOGUE else None
+    if known is not None:
+        return known
     return tuple(backend(simulator).tasks())
 
 

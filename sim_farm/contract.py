@@ -38,8 +38,8 @@ class TaskSpec:
     control_mode: str | None = None
     """One of the task's control modes; None is the backend's default."""
     reward: Literal["dense", "sparse"] | None = None
-    """`dense`: shaped and normalised to at most 1 per env step; `sparse`: 1 where the task is solved. None: the
-    backend's first."""
+    """`dense`: shaped and normalised to at most 1 per env step (Gymnasium's: as the environment has it); `sparse`: 1
+    where the task is solved. None: the backend's first."""
     max_episode_steps: int | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
     cameras: int | tuple[str, ...] = 0
@@ -80,6 +80,11 @@ class TaskInfo:
     """True if row 0 of the simulator's own frames is the lowest."""
     stream: bool = False
     """True if a seed's random stream can run on over resets: episodes may have `resets` and `unseeded_resets`."""
+    discrete_actions: int = 0
+    """Number of choices of an action that is one: `action_dim` is then 1, and an action the choice's number from 0, as
+    float32. 0: actions are real numbers."""
+    has_success: bool = True
+    """False if the task knows no success, and is measured by its return: `success` is then False throughout."""
     digest: str | None = None
     """sha256 over the task's instruction and the files that define it; None in simulators that read none."""
 

@@ -15,6 +15,7 @@ from sim_farm.conventions import TaskPhysics, TaskRenderer, check_task, plain
 from sim_farm.named_code import entry_point, entry_point_names, module_of, named
 
 BACKENDS = {
+    "gymnasium": "sim_farm.backends.gymnasium",
     "libero": "sim_farm.backends.libero",
     "maniskill": "sim_farm.backends.maniskill.simulator",
     "tabletop": "sim_farm.backends.tabletop",

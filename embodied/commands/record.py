@@ -108,7 +108,7 @@ def record_run(
         if not wanted:
             raise UserError(f"none of the {episodes} episodes was solved: run more, or leave out --only-successes")
         not_reproduced = _write(writer, replayers_of(replayer, task, session, len(wanted)), wanted, instructions)
-    solved = sum(result.success for result in results)
+    solved = sum(bool(result.success) for result in results)
     result = {
         "dataset": str(out),
         "task": config.env.task,
@@ -160,7 +160,7 @@ def _write(
     not_reproduced = 0
     with steps("Recording", len(results)) as bar:
         for result, replay in in_order(replayers, results, _begin_replay):
-            if (replay.steps, bool(replay.success.any())) == (result.length, result.success):
+            if (replay.steps, bool(replay.success.any())) == (result.length, bool(result.success)):
                 if result.decided is not None:
                     replay = replace(replay, actions=result.decided)
                 if instructions:

@@ -527,6 +527,8 @@ class Config(Section):
     """Rollout and update, so many times."""
     stop_at_success: float | None = None
     """End early when the mean success of the last 100 training episodes reaches this."""
+    stop_at_return: float | None = None
+    """End early when the mean return of the last 100 training episodes reaches this: for tasks without success."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Iterations between checkpoints; the last iteration always writes one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] | None = None

@@ -132,6 +132,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
         raise
     outcomes = folder.in_order()
+    has_success = any(outcome.success is not None for outcome in outcomes)
     starts = {task: origin.starts(task, [o.spec for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
         **_tables(protocol, outcomes, starts),
@@ -145,12 +146,12 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         "protocol": {
             **as_data(protocol),
             "chunk": subject.config.policy.chunk,
-            "success": protocol.success_line,
-            "interval": "95% Wilson",
+            "success": protocol.success_line if has_success else "none: the measure is the return",
+            "interval": "95% Wilson" if has_success else "95% Student's t",
             "hardware": hardware(),
             "simulators": {name: versions(name) for name in sorted({t.partition("/")[0] for t in protocol.tasks})},
         },
-        "protocol_line": protocol.line({outcome.limit for outcome in outcomes}),
+        "protocol_line": protocol.line({outcome.limit for outcome in outcomes}, has_success),
         "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, "
         f"{_weights_of(subject)}; {hardware()}",
     }
@@ -184,6 +185,11 @@ def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, again
     if not first.identity.protocol.same_episodes(second.identity.protocol):
         raise UserError(f"{second.path} is an evaluation by another protocol: its episodes cannot be paired")
     ours, theirs = first.in_order(), second.in_order()
+    if any(outcome.success is None for outcome in ours):
+        raise UserError(
+            f"{first.identity.protocol.tasks[0]} has no success by which episodes could be paired: compare the returns "
+            f"in {first.path} and {second.path}"
+        )
     if [(o.task, o.trial, o.spec) for o in ours] != [(o.task, o.trial, o.spec) for o in theirs]:
         raise UserError(f"{second.path} has {len(theirs)} of {len(ours)} episodes: finish it first with --resume auto")
     pairs = list(zip(ours, theirs, strict=True))
@@ -195,7 +201,7 @@ def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, again
         "against": against,
         "folder": str(second.path),
         **_difference(pairs),
-        "success_rate": sum(o.success for o in theirs) / len(theirs),
+        "success_rate": sum(bool(o.success) for o in theirs) / len(theirs),
         "tasks": rows,
     }
     return {**result, "comparison": comparison}
@@ -319,7 +325,8 @@ def _tables(
 
 
 def _difference(pairs: Sequence[tuple[EpisodeOutcome, EpisodeOutcome]]) -> dict[str, Any]:
-    found = paired_difference([first.success for first, _ in pairs], [second.success for _, second in pairs])
+    ours, theirs = zip(*((bool(first.success), bool(second.success)) for first, second in pairs), strict=True)
+    found = paired_difference(ours, theirs)
     return {
         "episodes": found.episodes,
         "difference": found.difference,

@@ -59,12 +59,12 @@ def filmed_steps(length: int, every: int) -> list[int]:
 
 def worth_seeing(outcomes: Sequence[EpisodeOutcome], count: int) -> list[EpisodeOutcome]:
     """At most `count`: failures first, the first of each task before the second of any."""
-    turns: dict[tuple[str, bool], int] = defaultdict(int)
+    turns: dict[tuple[str, bool | None], int] = defaultdict(int)
     ranked: list[tuple[bool, int, int, EpisodeOutcome]] = []
     for place, outcome in enumerate(outcomes):
         turn = turns[outcome.task, outcome.success]
         turns[outcome.task, outcome.success] = turn + 1
-        ranked.append((outcome.success, turn, place, outcome))
+        ranked.append((bool(outcome.success), turn, place, outcome))
     return [outcome for *_, outcome in sorted(ranked, key=lambda item: item[:3])[:count]]
 
 
@@ -144,9 +144,12 @@ _BACKGROUND = (18, 20, 23)
 _STRIP = (32, 36, 41)
 _WHITE, _GREY = (236, 238, 240), (158, 166, 175)
 _GREEN, _RED = (93, 222, 131), (255, 122, 112)
-_SUCCESS = ("SUCCESS", _GREEN, (21, 74, 42))
-_FAILURE = ("FAILED", _RED, (102, 30, 27))
-"""Word, colour, and colour of the band behind the word."""
+_CAPTIONS = {
+    True: ("SUCCESS", _GREEN, (21, 74, 42)),
+    False: ("FAILED", _RED, (102, 30, 27)),
+    None: ("ENDED", _GREY, _STRIP),
+}
+"""By an episode's success: word, colour, and colour of the band behind the word."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ class EpisodeFrames:
     """Instruction of the episode."""
     frames: Sequence[Frame]
     """uint8 [H, W, 3] each, all of one size, the first taken at reset."""
-    success: bool
+    success: bool | None
+    """None: the task has no success."""
     label: str
     """Text that distinguishes this episode from others of the task, for example `seed 7`."""
     steps: Sequence[int] | None = None
@@ -179,7 +183,7 @@ def write_tiled(
         raise ValueError("no episodes: there is nothing to show")
     shown = episodes
     if columns is None:
-        shown = sorted(episodes, key=lambda episode: episode.success)[: GRID * GRID]
+        shown = sorted(episodes, key=lambda episode: bool(episode.success))[: GRID * GRID]
     wall = _Wall(shown, columns or math.ceil(math.sqrt(len(shown))))
     length = max(len(episode.frames) for episode in shown)
 
@@ -236,7 +240,7 @@ class _Wall:
         episode, ended = self._episodes[tile], index == len(self._episodes[tile].frames) - 1
         outcome, colour, band = "running", _GREY, _STRIP
         if ended:
-            outcome, colour, band = _SUCCESS if episode.success else _FAILURE
+            outcome, colour, band = _CAPTIONS[episode.success]
         step = episode.steps[index] if episode.steps is not None else index
 
         draw = ImageDraw.Draw(self._picture)

@@ -248,8 +248,8 @@ class _Line(BaseModel):
     init_state: int | None = Field(ge=0, lt=2**31)
     resets: int = Field(ge=0, lt=2**31)
     unseeded_resets: int = Field(ge=0, lt=2**31)
-    success_once: bool
-    success_at_end: bool
+    success_once: bool | None
+    success_at_end: bool | None
     length: int = Field(ge=0, lt=2**31)
     total_reward: float = Field(alias="return")
     limit: int = Field(alias="max_episode_steps", ge=0, lt=2**31)

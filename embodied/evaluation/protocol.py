@@ -218,8 +218,9 @@ class Protocol:
                 f"{task} has no initial state {', '.join(map(str, missing))}; {there}. Change --eval.init-states"
             )
 
-    def line(self, limits: Collection[int] = ()) -> str:
+    def line(self, limits: Collection[int] = (), has_success: bool = True) -> str:
         """The protocol in a sentence, for people; `limits` are the tasks' own maximum steps, once they are known."""
+        measure = self.success_line if has_success else "measured by the return: the tasks have no success"
         published = PRESETS.get(self.name or "")
         trials = f"{self.trials} trials a task"
         if published is not None and self.trials != published.trials:
@@ -235,7 +236,7 @@ class Protocol:
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
             f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{instruction}"
-            f"{self._policy_line(published)}; {self.success_line}"
+            f"{self._policy_line(published)}; {measure}"
         )
 
     @property

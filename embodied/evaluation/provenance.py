@@ -112,8 +112,8 @@ def statistics_note(name: str, suites: Iterable[str]) -> str | None:
 def _belongs(name: str, suite: str) -> bool:
     """True if the name contains the suite, or its simulator and no other suite of it."""
     simulator, _, own = suite.partition("/")
-    tasks = CATALOGUE[simulator].tasks if simulator in CATALOGUE else ()
-    known = {task.rpartition("/")[0] for task in tasks} - {""}
+    tasks = CATALOGUE[simulator].tasks if simulator in CATALOGUE else None
+    known = {task.rpartition("/")[0] for task in tasks or ()} - {""}
     named = {other for other in known if re.search(rf"(?<![a-z0-9]){re.escape(other)}(?![a-z0-9])", name)}
     return own in named if named else simulator in name
 

@@ -38,7 +38,7 @@ from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
-from embodied.workflows.checks import check_ranks, check_recorded_starts
+from embodied.workflows.checks import check_measure, check_ranks, check_recorded_starts
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import tasks_of
@@ -95,6 +95,11 @@ class RunWorkers:
         begin = time.monotonic_ns()
         self.weight_sync.publish(version)
         self.spans.mark("driver", "publish weights", begin, path=self.weights_path)
+
+    @property
+    def has_success(self) -> bool:
+        """False if the run's tasks know no success: their measure is the return."""
+        return all(info.has_success for info in self.farm.infos)
 
     @property
     def weights_path(self) -> str:
@@ -235,13 +240,15 @@ def _weight_sync(
 def _context(config: Config, run_dir: Path, farm: Farm, assignment: Assignment) -> WorkerContext:
     """The data that the run's workers are made from.
 
-    Raises `UserError` for tasks that one policy cannot act in, or whose recorded initial states are not there.
+    Raises `UserError` for tasks that one policy cannot act in, whose recorded initial states are not there, or that
+    have no success where the configuration needs one.
     """
     tasks = tasks_of(config)
     sizes = policy_spec(config, farm.infos[0])
     for task, info in zip(tasks, farm.infos, strict=True):
         check_same_sizes(sizes, policy_spec(task, info), task.env.task)
         check_recorded_starts(task, info)
+    check_measure(config, farm.infos)
     return WorkerContext(
         config,
         sizes,

@@ -56,12 +56,13 @@ def _percent(value: float) -> str:
     return f"{100 * value:.0f}%"
 
 
+_SUCCESS, _RETURN = "env/success_once", "env/return"
 _COLUMNS = (
     _Column("iteration", "iter", lambda value: f"{value:.0f}"),
     _Column("env_steps", "env steps", lambda value: f"{value:,.0f}"),
     _Column("farm/env_steps_per_s", "steps/s", lambda value: f"{value:,.0f}"),
-    _Column("env/success_once", "success", lambda value: f"{100 * value:.1f}%"),
-    _Column("env/return", "return", lambda value: f"{value:.2f}"),
+    _Column(_SUCCESS, "success", lambda value: f"{100 * value:.1f}%"),
+    _Column(_RETURN, "return", lambda value: f"{value:.2f}"),
     *(_Column(f"time/{name}", name, _percent) for name in _COLOURS),
 )
 
@@ -74,9 +75,16 @@ class Progress:
     """
 
     def __init__(
-        self, title: str, total_iterations: int, target_success: float | None, console: Console | None = None
+        self,
+        title: str,
+        total_iterations: int,
+        target_success: float | None,
+        target_return: float | None = None,
+        *,
+        console: Console | None = None,
     ) -> None:
-        self._title, self._total, self._target = title, total_iterations, target_success
+        self._title, self._total = title, total_iterations
+        self._targets = {_SUCCESS: target_success, _RETURN: target_return}
         self._console = console or get_console()
         self._rows: deque[dict[str, float]] = deque(maxlen=ROWS)
         self._began_s = self._last_row_s = time.monotonic()
@@ -111,7 +119,7 @@ class Progress:
 
     def row(self, values: Mapping[str, float]) -> None:
         """Show an iteration's numbers: `iteration` (how many are done) and those of the columns; others may
-        be among them, and a missing one shows as a dash."""
+        be among them, and a missing one shows as a dash. Success has no column where rows have none."""
         self._rows.append(dict(values))
         self._rows_seen += 1
         self._last_row_s = time.monotonic()
@@ -125,7 +133,7 @@ class Progress:
         _line(self._console, text)
 
     def _plain(self, values: Mapping[str, float]) -> str:
-        numbers = [f"{column.title} {_shown(column, values)}" for column in _COLUMNS[1:]]
+        numbers = [f"{column.title} {_shown(column, values)}" for column in self._columns()[1:]]
         times = [f"elapsed {duration(time.monotonic() - self._began_s)}", f"left {self._left()}"]
         return "  ".join([f"iter {_shown(_COLUMNS[0], values)}/{self._total}", *numbers, *times])
 
@@ -138,7 +146,13 @@ class Progress:
         return duration(max(self._total - done, 0) * pace_s)
 
     def _target_text(self) -> str:
-        return "" if self._target is None else f" (target {_percent(self._target)})"
+        success, total = self._targets[_SUCCESS], self._targets[_RETURN]
+        named = [_percent(success)] if success is not None else []
+        named += [f"return {total:g}"] if total is not None else []
+        return f" (target {', '.join(named)})" if named else ""
+
+    def _columns(self) -> list[_Column]:
+        return [c for c in _COLUMNS if c.key != _SUCCESS or not self._rows or _SUCCESS in self._rows[-1]]
 
     def _draw(self) -> RenderableType:
         done = self._rows[-1].get("iteration", 0.0) if self._rows else 0.0
@@ -155,7 +169,9 @@ class Progress:
 
     def _table(self) -> Table:
         width = self._console.width
-        columns = [c for c in _COLUMNS if c.key != "env/return" or width >= _WIDE_ENOUGH_FOR_RETURN]
+        columns = self._columns()
+        if width < _WIDE_ENOUGH_FOR_RETURN and len(columns) == len(_COLUMNS):
+            columns = [column for column in columns if column.key != _RETURN]
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
         for column in columns:
             style = _COLOURS.get(column.title, "")
@@ -168,10 +184,10 @@ class Progress:
         return table
 
     def _style(self, column: _Column, values: Mapping[str, float]) -> str:
-        if column.key != "env/success_once":
-            return ""
-        reached = self._target is not None and values.get(column.key, -math.inf) >= self._target
-        return "bold green" if reached else "bold"
+        target = self._targets.get(column.key)
+        reached = target is not None and values.get(column.key, -math.inf) >= target
+        measure = _SUCCESS if _SUCCESS in values else _RETURN
+        return "bold green" if reached else "bold" if column.key == measure else ""
 
 
 class _Steps:

@@ -24,8 +24,9 @@ from embodied.reporting.charts import compact, ticks
 from embodied.reporting.live import duration
 from embodied.reporting.run_record import (
     LARGEST,
-    SUCCESS_RECENT,
+    RETURN,
     Evaluation,
+    Measure,
     ReportError,
     RunFolder,
     find,
@@ -60,7 +61,7 @@ PAGE = Path(__file__).with_name("page.html")
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    learning = (_header, _figures, _success, _imitation, _data, _learner, _time, plan_section, _timeline)
+    learning = (_header, _figures, _measure, _imitation, _data, _learner, _time, plan_section, _timeline)
     body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
     target = run.path / "report.html"
     write_page(target, run.path.resolve().name, body)
@@ -91,7 +92,7 @@ def _header(run: RunFolder) -> str:
 
 
 def _figures(run: RunFolder) -> str:
-    figures = [_success_figure(run)]
+    figures = [_measured_figure(run)]
     if run.rows:
         last = run.rows[-1]
         wall_s = max((value for value in run.column("wall_s") if value is not None), default=None)
@@ -103,54 +104,62 @@ def _figures(run: RunFolder) -> str:
             median = f"median of iterations {charts.compact(statistics.median(speeds))}" if speeds else ""
             if not _imitates(run):
                 figures.append(("Env steps per second", charts.compact(last["env_steps"] / wall_s), median, ""))
-                figures.append(_target_figure(run))
+                figures += _target_figures(run)
     return f'<div class="figures">{"".join(_figure(*figure) for figure in figures)}</div>'
 
 
-def _success_figure(run: RunFolder) -> tuple[str, str, str, str]:
+def _measured_figure(run: RunFolder) -> tuple[str, str, str, str]:
+    """The run's measure: in its evaluation, or else in training."""
+    measure = run.measure
+    title = measure.name.capitalize()
     if run.evals:
-        rate, episodes = run.evaluated()
-        low, high = wilson(round(rate * episodes), episodes)
+        value, episodes = run.evaluated()
+        between = wilson(round(value * episodes), episodes) if measure is not RETURN else None
         if len(run.evals) == 1:
-            low, high = run.evals[0].success_low, run.evals[0].success_high
-        note = f"{interval(low, high)}, {episodes} episodes"
-        return "Success in evaluation", charts.percent(rate), note, ""
-    rates = [value for value in run.column("env/success_once") if value is not None][-SMOOTHING:]
-    if not rates:
-        return "Success", "–", "not measured yet", ""
-    rate, note = statistics.fmean(rates), f"mean of the last {len(rates)} iterations"
+            between = run.evals[0].between(measure)
+        note = f"{interval(*between, measure.show)}, {episodes} episodes" if between else f"{episodes} episodes"
+        return f"{title} in evaluation", measure.show(value), note, ""
+    values = [value for value in run.column(measure.each) if value is not None][-SMOOTHING:]
+    if not values:
+        return title, "–", "not measured yet", ""
+    mean, note = statistics.fmean(values), f"mean of the last {len(values)} iterations"
     counts = [value for value in run.column("env/episodes")[-SMOOTHING:] if value is not None]
-    if counts:
+    if counts and measure is not RETURN:
         episodes = max(round(sum(counts)), 0)
-        solved = min(max(round(rate * episodes), 0), episodes)
+        solved = min(max(round(mean * episodes), 0), episodes)
         note = f"{interval(*wilson(solved, episodes))}, {note}"
-    return "Success in training", charts.percent(rate), note, ""
+    return f"{title} in training", measure.show(mean), note, ""
 
 
-def _target_figure(run: RunFolder) -> tuple[str, str, str, str]:
-    """Time at which the success of the last training episodes first reached the target."""
-    title = f"Time to success {run.target:g}"
+def _target_figures(run: RunFolder) -> list[tuple[str, str, str, str]]:
+    """Time at which the last training episodes first reached the target, if there is one."""
+    measure, target = run.measure, run.target
+    if target is None:
+        return []
+    title = f"Time to {measure.name} {target:g}"
     reached = run.reached_target()
     if reached is not None:
-        return title, duration(reached["wall_s"]), f"{charts.compact(reached['env_steps'])} env steps", "good"
-    recent = run.column(SUCCESS_RECENT)
-    best = max((value for value in recent if value is not None), default=0.0)
-    return title, "not reached", f"best mean of 100 episodes {charts.percent(best)}", ""
+        return [(title, duration(reached["wall_s"]), f"{charts.compact(reached['env_steps'])} env steps", "good")]
+    best = max((value for value in run.column(measure.recent) if value is not None), default=0.0)
+    return [(title, "not reached", f"best mean of 100 episodes {measure.show(best)}", "")]
 
 
-def _success(run: RunFolder) -> str:
+def _measure(run: RunFolder) -> str:
+    """Success, or return where the tasks have no success, over the run."""
+    measure, target = run.measure, run.target
+    title = measure.name.capitalize()
     if not run.rows:
-        return section("Success", _notice(run, "metrics.jsonl"))
+        return section(title, _notice(run, "metrics.jsonl"))
     if _imitates(run):
         return ""
     walls = run.column("wall_s")
     timed = [i for i, wall_s in enumerate(walls) if wall_s is not None]
     scale, unit = time_unit(max((walls[i] or 0.0 for i in timed), default=0.0))
-    raw = run.column("env/success_once")
+    raw = run.column(measure.each)
     mean = charts.trailing_mean(raw, SMOOTHING)
     heads, steps = _heads(run), [float(row["env_steps"]) for row in run.rows]
-    evaluated = run.selected("eval/success_rate")
-    ends = zip(run.selected("eval/success_low"), run.selected("eval/success_high"), strict=True)
+    evaluated = run.selected(measure.evaluated)
+    ends = zip(*map(run.selected, measure.bounds()), strict=True)
     between = [None if low is None or high is None else (low, high) for low, high in ends]
 
     def chart(x: Sequence[float], keep: Sequence[int], label: str) -> str:
@@ -159,24 +168,25 @@ def _success(run: RunFolder) -> str:
             charts.Line(f"mean of {SMOOTHING}", [mean[i] for i in keep]),
         ]
         if run.selection:
-            rates, intervals = [evaluated[i] for i in keep], [between[i] for i in keep]
-            curves.append(charts.Line(EVALUATED, rates, colour=charts.COLOURS[1], bars=intervals))
+            values, intervals = [evaluated[i] for i in keep], [between[i] for i in keep]
+            curves.append(charts.Line(EVALUATED, values, colour=charts.COLOURS[1], bars=intervals))
         own = [heads[i] for i in keep]
-        return charts.lines(x, curves, label, own, show=charts.percent, y_range=(0.0, 1.0), mark_y=run.target)
+        return charts.lines(x, curves, label, own, show=measure.show, y_range=measure.y_range, mark_y=target)
 
     by_steps = chart(steps, range(len(steps)), "env steps")
     by_time = chart([(walls[i] or 0.0) / scale for i in timed], timed, f"wall-clock, {unit}")
-    colours = {f"target {run.target:g}": "var(--good)"}
+    colours = {} if target is None else {f"target {target:g}": "var(--good)"}
     if run.selection:
         colours[EVALUATED] = charts.COLOURS[1]
     key = legend(colours)
+    others = [name for name in ("env/return", "env/episode_len", *_of_tasks(run)) if name != measure.each]
     figures = [
-        card("Success against env steps", by_steps, key),
-        card("Success against wall-clock", by_time, key),
-        *_curves(run, ("env/return", "env/episode_len", *_of_tasks(run)), 420, 180),
+        card(f"{title} against env steps", by_steps, key),
+        card(f"{title} against wall-clock", by_time, key),
+        *_curves(run, others, 420, 180),
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
-    return section("Success", grid("two", figures), lead)
+    return section(title, grid("two", figures), lead)
 
 
 def _of_tasks(run: RunFolder) -> list[str]:
@@ -256,28 +266,36 @@ def _timeline(run: RunFolder) -> str:
 def _evaluation(run: RunFolder) -> str:
     if not run.evals:
         return section("Evaluation", _notice(run, "eval.json"))
-    names = (
-        "task", "success once", "0 to 100%", "success at end", "starts trained on", "episodes", "length", "return",
-        "wall time",
-    )  # fmt: skip
-    shown = table(names, [_evaluation_cells(item) for item in run.evals])
+    success = ("success once", "0 to 100%", "success at end") if run.measure is not RETURN else ()
+    names = ("task", *success, "starts trained on", "episodes", "length", "return", "wall time")
+    shown = table(names, [_evaluation_cells(item, run.measure) for item in run.evals])
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
     notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
     return section("Evaluation", shown + notices)
 
 
-def _evaluation_cells(item: Evaluation) -> tuple[object, ...]:
-    rate, low, high = item.success_rate, item.success_low, item.success_high
+def _evaluation_cells(item: Evaluation, measure: Measure) -> tuple[object, ...]:
+    wall = "–" if item.wall_s is None else duration(item.wall_s)
+    total = _number(item.mean_return)
+    if measure is RETURN and item.return_between is not None:
+        total += f" <small>{interval(*item.return_between, measure.show)}</small>"
+    success = _success_cells(item) if measure is not RETURN else ()
+    numbers = item.episodes, _number(item.episode_len), total
+    return (escape(item.task), *success, escape(item.trained_on or "–"), *numbers, wall)
+
+
+def _success_cells(item: Evaluation) -> tuple[str, str, str]:
+    """Success once, the same as a bar, and success at the end."""
+    if item.success is None:
+        return "–", "", "–"
+    rate, low, high = item.success
     bar = (
         f'<div class="range"><i style="left:{low:.2%};width:{high - low:.2%}"></i><b style="left:{rate:.2%}"></b></div>'
     )
-    success = f"{charts.percent(rate)} <small>{interval(low, high)}</small>"
     end = "–"
     if item.at_end is not None:
         end = f"{charts.percent(item.at_end[0])} <small>{interval(*item.at_end[1:])}</small>"
-    wall = "–" if item.wall_s is None else duration(item.wall_s)
-    numbers = item.episodes, _number(item.episode_len), _number(item.mean_return)
-    return (escape(item.task), success, bar, end, escape(item.trained_on or "–"), *numbers, wall)
+    return f"{charts.percent(rate)} <small>{interval(low, high)}</small>", bar, end
 
 
 def _videos(run: RunFolder) -> str:
@@ -304,12 +322,15 @@ def _config(run: RunFolder) -> str:
 
 
 def _protocol(run: RunFolder) -> str:
-    training = {
+    measures = {
         "training success": "share of the episodes ended in an iteration that solved the task at least once,"
         " actions sampled as training does",
-        "smoothed": f"mean of the last {SMOOTHING} iterations",
-        "time to target": f"wall-clock when that mean first reached {run.target:g}",
     }
+    if run.measure is RETURN:
+        measures = {"training return": "mean of the episodes ended in an iteration, actions sampled as training does"}
+    training = measures | {"smoothed": f"mean of the last {SMOOTHING} iterations"}
+    if run.target is not None:
+        training["time to target"] = f"wall-clock when that mean first reached {run.target:g}"
     intervals = {"intervals": "as the evaluation recorded them, else 95% Wilson score intervals"}
     entries = intervals if _imitates(run) else training | intervals
     protocols = list({json.dumps(item.protocol): item.protocol for item in run.evals}.values())
@@ -416,9 +437,9 @@ def time_unit(longest_s: float) -> tuple[float, str]:
     return (60.0, "min") if longest_s >= 2 * 60 else (1.0, "s")
 
 
-def interval(low: float, high: float) -> str:
-    """Two rates as `45.6% to 59.3%`."""
-    return f"{charts.percent(low)} to {charts.percent(high)}"
+def interval(low: float, high: float, show: Callable[[float], str] = charts.percent) -> str:
+    """Two rates as `45.6% to 59.3%`, or other numbers as they are shown."""
+    return f"{show(low)} to {show(high)}"
 
 
 # --- The report's section on the plan: why it was chosen, and predicted beside measured times.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from embodied.errors import UserError
 from embodied.files import read_json, read_yaml
+from embodied.reporting import charts
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.reporting.tables import trained_on
@@ -17,14 +18,45 @@ from embodied.run.trace import Span, TraceError, load, natural_order
 from embodied.statistics import wilson
 
 _T = TypeVar("_T")
-SUCCESS_RECENT = "env/success_recent"
-"""The metric: success of the last 100 training episodes."""
 LARGEST = 1e100
 """Largest value that is drawn: no curve needs more, and differences of twice as much are still finite."""
 MOST_EPISODES = 10**9
 LONGEST_NOTE = 2000
 """Characters of a note that are shown."""
 _FILES = ("config.yaml", "metrics.jsonl", "eval.json")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What runs are judged by, and how it is shown."""
+
+    name: str
+    """`success` or `return`; metrics have its name in theirs."""
+    each: str
+    """The metric of an iteration's episodes."""
+    evaluated: str
+    """The metric of an evaluation during training."""
+    stop: str
+    """The setting with the target."""
+    usual_target: float | None
+    show: Callable[[float], str]
+    y_range: tuple[float, float] | None
+
+    @property
+    def recent(self) -> str:
+        """The metric of the last 100 training episodes."""
+        return f"env/{self.name}_recent"
+
+    def bounds(self) -> tuple[str, str]:
+        """The metrics of the ends of an evaluation's interval."""
+        return f"eval/{self.name}_low", f"eval/{self.name}_high"
+
+
+SUCCESS = Measure(
+    "success", "env/success_once", "eval/success_rate", "stop_at_success", 0.9, charts.percent, (0.0, 1.0)
+)
+RETURN = Measure("return", "env/return", "eval/return", "stop_at_return", None, charts.compact, None)
+"""The measure of tasks that know no success."""
 
 
 class ReportError(Exception):
@@ -37,9 +69,8 @@ class Evaluation:
 
     task: str
     episodes: int
-    success_rate: float
-    success_low: float
-    success_high: float
+    success: tuple[float, float, float] | None
+    """Success with its interval; None where the task has none."""
     at_end: tuple[float, float, float] | None
     """Success at the end with its interval; None in results that do not say it."""
     trained_on: str | None
@@ -48,8 +79,18 @@ class Evaluation:
     """Sentences about the whole evaluation."""
     episode_len: float | None
     mean_return: float | None
+    return_between: tuple[float, float] | None
+    """The return's interval; None in results that do not say it."""
     wall_s: float | None
     protocol: Mapping[str, Any]
+
+    def measured(self, measure: Measure) -> float:
+        """The task's success, or return."""
+        return (self.mean_return or 0.0) if self.success is None or measure is RETURN else self.success[0]
+
+    def between(self, measure: Measure) -> tuple[float, float] | None:
+        """The interval of what is measured, where it is known."""
+        return self.return_between if self.success is None or measure is RETURN else self.success[1:]
 
 
 @dataclass
@@ -75,21 +116,31 @@ class RunFolder:
         """In each row, the metric of the evaluation after its iteration; None where there was none."""
         return [_drawable(self.selection.get(row["iteration"], {}).get(key)) for row in self.rows]
 
+    @property
+    def measure(self) -> Measure:
+        """`RETURN` where its rows or evaluations show that the tasks have no success."""
+        of_success = {SUCCESS.each, SUCCESS.recent}
+        without = any(RETURN.each in row and not of_success & row.keys() for row in self.rows)
+        return RETURN if without or any(item.success is None for item in self.evals) else SUCCESS
+
     def evaluated(self) -> tuple[float, int]:
-        """Success over the episodes of all tasks that were evaluated, and how many these are; 0 of 0 without any."""
-        episodes = sum(item.episodes for item in self.evals)
-        return sum(item.success_rate * item.episodes for item in self.evals) / max(episodes, 1), episodes
+        """The measure over all evaluated tasks' episodes, and how many these are; 0 of 0 without any."""
+        episodes, measure = sum(item.episodes for item in self.evals), self.measure
+        return sum(item.measured(measure) * item.episodes for item in self.evals) / max(episodes, 1), episodes
 
     def reached_target(self) -> dict[str, Any] | None:
-        """The first row of metrics with a time in which `SUCCESS_RECENT` was at least the target; or None."""
-        pairs = zip(self.rows, self.column(SUCCESS_RECENT), strict=True)
-        rows = (row for row, value in pairs if value is not None and value >= self.target)
+        """The first row of metrics with a time in which the last 100 episodes were at least at the target; or None."""
+        pairs, target = zip(self.rows, self.column(self.measure.recent), strict=True), self.target
+        rows = (row for row, value in pairs if value is not None and target is not None and value >= target)
         return next((row for row in rows if row.get("wall_s") is not None), None)
 
     @property
-    def target(self) -> float:
-        value = find(self.config, "stop_at_success")
-        return float(value) if isinstance(value, (int, float)) and 0 <= value <= 1 else 0.9
+    def target(self) -> float | None:
+        """Of the measure: that of the configuration, or the usual one."""
+        measure = self.measure
+        value, (least, most) = find(self.config, measure.stop), measure.y_range or (-LARGEST, LARGEST)
+        known = isinstance(value, (int, float)) and least <= value <= most
+        return float(value) if known else measure.usual_target
 
 
 def read_run(path: Path) -> RunFolder:
@@ -165,24 +216,31 @@ def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _evaluation(item: Mapping[str, Any]) -> Evaluation:
-    rate, episodes = _rate(item["success_rate"]), int(item["episodes"])
+    episodes = int(item["episodes"])
     if not 0 <= episodes <= MOST_EPISODES:
         raise ValueError(f"of {episodes:.3g} episodes")
-    low, high = wilson(round(rate * episodes), episodes)
+    bounds = _optional(item, "return_low"), _optional(item, "return_high")
     return Evaluation(
         task=named(item.get("task")),
         episodes=episodes,
-        success_rate=rate,
-        success_low=_rate(item.get("success_low", low)),
-        success_high=_rate(item.get("success_high", high)),
+        success=_success(item, episodes),
         at_end=_at_end(item),
         trained_on=None if item.get("trained_on") is None else trained_on(item["trained_on"]),
         notes=tuple(named(note)[:LONGEST_NOTE] for note in item.get("notes") or ()),
         episode_len=_optional(item, "episode_len"),
         mean_return=_optional(item, "return"),
+        return_between=None if bounds[0] is None or bounds[1] is None else (bounds[0], bounds[1]),
         wall_s=_optional(item, "wall_s"),
         protocol=item["protocol"] if isinstance(item.get("protocol"), Mapping) else {},
     )
+
+
+def _success(item: Mapping[str, Any], episodes: int) -> tuple[float, float, float] | None:
+    if "success_rate" not in item and "return" in item:
+        return None
+    rate = _rate(item["success_rate"])
+    low, high = wilson(round(rate * episodes), episodes)
+    return rate, _rate(item.get("success_low", low)), _rate(item.get("success_high", high))
 
 
 def _at_end(item: Mapping[str, Any]) -> tuple[float, float, float] | None:

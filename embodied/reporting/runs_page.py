@@ -21,7 +21,7 @@ import numpy as np
 from embodied.reporting import charts, report
 from embodied.reporting.live import duration
 from embodied.reporting.report import write_page
-from embodied.reporting.run_record import SUCCESS_RECENT, ReportError, RunFolder, read_run
+from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, read_run
 from embodied.statistics import mean_interval
 
 POINTS = 200
@@ -43,15 +43,20 @@ class Alike:
     def seeds(self) -> list[Any]:
         return [run.config.get("seed") for run in self.runs]
 
+    @property
+    def measure(self) -> Measure:
+        """`RETURN` where the tasks of one of them have no success."""
+        return RETURN if any(run.measure is RETURN for run in self.runs) else SUCCESS
+
     def evaluated(self) -> list[float]:
-        """Success over all its tasks of each run that was evaluated as the first one was."""
+        """The measure over all its tasks of each run that was evaluated as the first one was."""
         protocols = [protocol_of(run) for run in self.runs]
         first = next((protocol for protocol in protocols if protocol is not None), None)
         pairs = zip(self.runs, protocols, strict=True)
         return [run.evaluated()[0] for run, protocol in pairs if protocol is not None and protocol == first]
 
     def times(self) -> list[float | None]:
-        """Seconds until each run's training success first reached its target; None where it did not."""
+        """Seconds until each run's training episodes first reached its target; None where it did not."""
         reached = [run.reached_target() for run in self.runs]
         return [None if row is None else float(row["wall_s"]) for row in reached]
 
@@ -95,16 +100,18 @@ def protocol_of(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _data(group: Alike) -> dict[str, Any]:
-    rates = group.evaluated()
-    mean, low, high = mean_interval(rates) if rates else (math.nan,) * 3
+    values, name = group.evaluated(), group.measure.name
+    mean, low, high = mean_interval(values) if values else (math.nan,) * 3
+    least, most = group.measure.y_range or (-math.inf, math.inf)
+    rate, rates = ("success_rate", "success_rates") if group.measure is SUCCESS else ("return", "returns")
     return {
         "label": group.label,
         "runs": [str(run.path) for run in group.runs],
         "seeds": group.seeds,
-        "success_rates": rates,
-        "success_rate": mean if rates else None,
-        "success_low": max(low, 0.0) if rates else None,
-        "success_high": min(high, 1.0) if rates else None,
+        rates: values,
+        rate: mean if values else None,
+        f"{name}_low": max(low, least) if values else None,
+        f"{name}_high": min(high, most) if values else None,
         "env_steps": [run.rows[-1]["env_steps"] for run in group.runs],
         "time_to_target_s": group.times(),
     }
@@ -119,24 +126,20 @@ def _header(groups: Sequence[Alike]) -> str:
 def _curves(groups: Sequence[Alike]) -> str:
     longest = max(max(run.column("wall_s")[-1] or 0.0 for run in group.runs) for group in groups)
     scale, unit = report.time_unit(longest)
-    figures = [
-        _figure(
-            "Success of the last 100 training episodes, by env steps",
-            groups,
-            SUCCESS_RECENT,
-            "env_steps",
-            1.0,
-            "env steps",
-        ),
-        _figure("The same, by wall-clock", groups, SUCCESS_RECENT, "wall_s", scale, f"wall-clock, {unit}"),
-        _figure("Return, by env steps", groups, "env/return", "env_steps", 1.0, "env steps", rate=False),
-    ]
+    figures = []
+    for measure in dict.fromkeys(group.measure for group in groups):
+        title = f"{measure.name.capitalize()} of the last 100 training episodes, by env steps"
+        figures += [
+            _figure(groups, measure, title, measure.recent, "env_steps", 1.0, "env steps"),
+            _figure(groups, measure, "The same, by wall-clock", measure.recent, "wall_s", scale, f"wall-clock, {unit}"),
+        ]
+    figures.append(_figure(groups, RETURN, "Return, by env steps", RETURN.each, "env_steps", 1.0, "env steps"))
     lead = "A curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band."
     return report.section("Learning", report.grid("two", figures), lead)
 
 
 def _figure(
-    title: str, groups: Sequence[Alike], key: str, over: str, scale: float, label: str, *, rate: bool = True
+    groups: Sequence[Alike], measure: Measure, title: str, key: str, over: str, scale: float, label: str
 ) -> str:
     ends = [min(_ends(group, key, over)) / scale for group in groups if _ends(group, key, over)]
     x = np.linspace(0, max(ends, default=1.0), POINTS)
@@ -145,11 +148,9 @@ def _figure(
         y, band = _mean_curve(group, key, over, x * scale)
         curves.append(charts.Line(group.label, y, colour=_colour(number), band=band if len(group.runs) > 1 else ()))
     heads = [f"{charts.compact(float(place))} {label}" for place in x]
-    range_ = (0.0, 1.0) if rate else None
     drawn = charts.lines(
-        x.tolist(), curves, label, heads, width=560, height=300, show=charts.percent if rate else charts.compact,
-        y_range=range_,
-    )  # fmt: skip
+        x.tolist(), curves, label, heads, width=560, height=300, show=measure.show, y_range=measure.y_range
+    )
     legend = report.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
     return report.card(title, drawn, legend)
 
@@ -187,8 +188,10 @@ def _mean_curve(
 
 
 def _table(groups: Sequence[Alike]) -> str:
-    names = ("settings", "seeds", "success in evaluation", "each seed", "env steps", "wall time", "time to target")
-    lead = "Success: the mean over seeds with its 95% interval (Student's t); time to target: the median."
+    measures = " or ".join(dict.fromkeys(group.measure.name for group in groups))
+    names = ("settings", "seeds", f"{measures} in evaluation", "each seed", "env steps", "wall time", "time to target")
+    lead = f"{measures.capitalize()}: the mean over seeds with its 95% interval (Student's t); time to target: the "
+    lead += "median."
     left_out = sum(sum(bool(run.evals) for run in group.runs) - len(group.evaluated()) for group in groups)
     if left_out:
         lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
@@ -208,19 +211,20 @@ def _protocol_line(protocol: Mapping[str, Any]) -> str:
 
 
 def _cells(group: Alike) -> tuple[str, ...]:
-    data, rates = _data(group), group.evaluated()
-    success = "–"
-    if rates:
-        between = report.interval(data["success_low"], data["success_high"])
-        success = charts.percent(data["success_rate"]) + (f" <small>{between}</small>" if len(rates) > 1 else "")
+    data, values, measure = _data(group), group.evaluated(), group.measure
+    measured = "–"
+    if values:
+        between = report.interval(data[f"{measure.name}_low"], data[f"{measure.name}_high"], measure.show)
+        mean = measure.show(statistics.fmean(values))
+        measured = mean + (f" <small>{between}</small>" if len(values) > 1 else "")
     times = [time for time in group.times() if time is not None]
     reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
     walls = [run.column("wall_s")[-1] or 0.0 for run in group.runs]
     return (
         escape(group.label),
         escape(", ".join(map(str, group.seeds))),
-        success,
-        ", ".join(charts.percent(rate) for rate in rates) or "–",
+        measured,
+        ", ".join(map(measure.show, values)) or "–",
         charts.compact(statistics.median(data["env_steps"])),
         duration(statistics.median(walls)),
         duration(statistics.median(times)) + reached if times else "not reached",

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HEAD = (
-    "task", "success once %", "95% interval", "at end %", "95% interval", "trained on", "episodes", "length", "return",
-)  # fmt: skip
+_SUCCESS = ("success once %", "95% interval", "at end %", "95% interval")
+_COUNTS = ("trained on", "episodes", "length")
 
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
     """A row per task, per suite of several tasks and for all, with protocol, policy and notes under it; ends in a
-    newline. `trained on` counts the episodes' starts that the policy was trained on.
+    newline. Where no task has a success, the return takes its place. `trained on` counts the episodes' starts that the
+    policy was trained on.
 
     `result` is the data of `eval.json`. Columns are padded, so that it also reads well where it is not rendered.
     """
-    rows = [_row(item["task"], item) for item in result["tasks"]]
+    by_success = "success_once" in result
+    head = ("task", *_SUCCESS, *_COUNTS, "return") if by_success else ("task", "return", "95% interval", *_COUNTS)
+    rows = [_row(item["task"], item, by_success) for item in result["tasks"]]
     if len(result["tasks"]) > 1:
-        rows += [_row(f"**{item['suite']}**", item) for item in result["suites"]]
+        rows += [_row(f"**{item['suite']}**", item, by_success) for item in result["suites"]]
     if len(result["suites"]) > 1:
-        rows.append(_row("**all**", result))
-    lines = table(_HEAD, rows)
-    lines += ["", f"Protocol {result['protocol_line']}; intervals: Wilson.", "", f"Policy: {result['policy_line']}."]
+        rows.append(_row("**all**", result, by_success))
+    lines = table(head, rows)
+    intervals = "Wilson" if by_success else "Student's t"
+    lines += ["", f"Protocol {result['protocol_line']}; intervals: {intervals}."]
+    lines += ["", f"Policy: {result['policy_line']}."]
     for note in result["notes"]:
         lines += ["", f"Note: {note}."]
     if "comparison" in result:
@@ -30,19 +34,16 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        name,
-        *_rate(item, "success_once"),
-        *_rate(item, "success_at_end"),
-        trained_on(item["trained_on"]),
-        str(item["episodes"]),
-        f"{item['episode_len']:.1f}",
-        f"{item['return']:.3f}",
-    )
+def _row(name: str, item: Mapping[str, Any], by_success: bool) -> tuple[str, ...]:
+    counts = (trained_on(item["trained_on"]), str(item["episodes"]), f"{item['episode_len']:.1f}")
+    if not by_success:
+        return name, f"{item['return']:.3f}", f"{item['return_low']:.3f} to {item['return_high']:.3f}", *counts
+    return name, *_rate(item, "success_once"), *_rate(item, "success_at_end"), *counts, f"{item['return']:.3f}"
 
 
 def _rate(item: Mapping[str, Any], key: str) -> tuple[str, str]:
+    if key not in item:
+        return "–", "–"
     low, high = item[f"{key}_low"], item[f"{key}_high"]
     return f"{100 * item[key]:.1f}", f"{100 * low:.1f} to {100 * high:.1f}"
 

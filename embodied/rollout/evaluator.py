@@ -31,7 +31,7 @@ from embodied.config.schema import Config
 from embodied.devices import decide
 from embodied.errors import UserError
 from embodied.rollout.environment_groups import EnvironmentGroup, groups_of, next_group
-from embodied.statistics import wilson
+from embodied.statistics import mean_interval, wilson
 from embodied.trajectories.batch import EpisodeSums, to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.workflows.context import make_policy
@@ -50,10 +50,11 @@ class EpisodeOutcome:
     task: str
     trial: int
     spec: EpisodeSpec
-    success: bool
-    """Success once: solved after any env step; not where a number of the simulator's was not finite."""
-    success_at_end: bool
-    """Solved after the last env step; not where a number of the simulator's was not finite."""
+    success: bool | None
+    """Success once: solved after any env step; not where a number of the simulator's was not finite. None: the task has
+    no success."""
+    success_at_end: bool | None
+    """Solved after the last env step; not where a number of the simulator's was not finite. None: as above."""
     total_reward: float
     """Not finite where a reward was not, or an observation."""
     length: int
@@ -214,6 +215,7 @@ class _Task:
     def _ended(self, group: EnvironmentGroup, seen: Observations) -> list[EpisodeResult]:
         """The episodes that ended with these observations."""
         results, rows = [], {env: row for row, env in enumerate(group.envs.tolist())}
+        info = self._farm.infos[0]
         for episode in self._sums.add(group.envs, seen):
             env, row = episode.env, rows[episode.env]
             trial = self._episodes.trial(env, int(seen.episode[row]) - 1)
@@ -223,11 +225,11 @@ class _Task:
                     task=self._name,
                     trial=trial,
                     spec=self._episodes.specs[trial],
-                    success=episode.success,
-                    success_at_end=at_end and math.isfinite(episode.total_reward),
+                    success=episode.success if info.has_success else None,
+                    success_at_end=at_end and math.isfinite(episode.total_reward) if info.has_success else None,
                     total_reward=episode.total_reward,
                     length=episode.length,
-                    limit=self._farm.infos[0].max_episode_steps,
+                    limit=info.max_episode_steps,
                     actions=np.concatenate(self._executed[env])[: episode.length],
                     decided=np.concatenate(self._decided[env])[: episode.length] if self._disturbance else None,
                 )
@@ -257,26 +259,40 @@ def run_to_end(
 
 
 def summarise(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
-    """Success once and at the end with their 95% Wilson intervals, mean length, mean return of those whose numbers are
-    finite, and how many are broken: they count as failed. `success_rate` is success once."""
+    """Success of the episodes whose tasks have one (`success_of`), mean length, mean return of those whose numbers are
+    finite with its 95% interval, and how many are broken: they count as failed."""
     returns = [outcome.total_reward for outcome in outcomes if math.isfinite(outcome.total_reward)]
-    once, at_end = sum(o.success for o in outcomes), sum(o.success_at_end for o in outcomes)
-    low, high = wilson(once, len(outcomes))
-    end_low, end_high = wilson(at_end, len(outcomes))
+    mean, low, high = mean_interval(returns or [0.0])
     return {
         "episodes": len(outcomes),
-        "success_rate": once / len(outcomes),
+        **success_of(outcomes),
+        "episode_len": float(np.mean([outcome.length for outcome in outcomes])),
+        "return": mean,
+        "return_low": low,
+        "return_high": high,
+        **({"broken_episodes": len(outcomes) - len(returns)} if len(returns) < len(outcomes) else {}),
+    }
+
+
+def success_of(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
+    """Success once, which is `success_rate` too, and at the end, with their 95% Wilson intervals; empty where no task
+    has a success."""
+    known = [outcome for outcome in outcomes if outcome.success is not None]
+    if not known:
+        return {}
+    once, at_end = sum(bool(o.success) for o in known), sum(bool(o.success_at_end) for o in known)
+    low, high = wilson(once, len(known))
+    end_low, end_high = wilson(at_end, len(known))
+    return {
+        "success_rate": once / len(known),
         "success_low": low,
         "success_high": high,
-        "success_once": once / len(outcomes),
+        "success_once": once / len(known),
         "success_once_low": low,
         "success_once_high": high,
-        "success_at_end": at_end / len(outcomes),
+        "success_at_end": at_end / len(known),
         "success_at_end_low": end_low,
         "success_at_end_high": end_high,
-        "episode_len": float(np.mean([outcome.length for outcome in outcomes])),
-        "return": float(np.mean(returns)) if returns else 0.0,
-        **({"broken_episodes": len(outcomes) - len(returns)} if len(returns) < len(outcomes) else {}),
     }
 
 

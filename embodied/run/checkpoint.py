@@ -373,6 +373,8 @@ class RunState:
     steps)."""
     controls: Mapping[str, float] = field(default_factory=dict)
     """Values that adapt from update to update (`embodied.algorithms.controls`)."""
+    recent_return: tuple[float, ...] = ()
+    """Return of the last training episodes, oldest first."""
 
 
 def write_state_file(folder: Path, state: RunState, steps: Mapping[str, float]) -> None:
@@ -396,13 +398,16 @@ def _parsed(data: Any) -> tuple[RunState, dict[str, float]]:
     for key in required:
         if key not in data:
             raise ValueError(f"{key} is missing")
-    known = [*required, "stage", "controls"]
+    known = [*required, "recent_return", "stage", "controls"]
     for key in data:
         if key not in known:
             raise ValueError(f"unknown key {key[:80]!r}{nearest(key[:80], known)}")
     recent, stage = data["recent_success"], data.get("stage", "rl")
     if not isinstance(recent, list) or not all(isinstance(one, bool) for one in recent):
         raise ValueError("recent_success must be a list of true and false")
+    returns = data.get("recent_return", [])
+    if not isinstance(returns, list):
+        raise ValueError("recent_return must be a list of numbers")
     if stage not in STAGES:
         raise ValueError(f"stage must be {' or '.join(STAGES)}, not {_shown(stage)}")
     steps = _mapping("optimizer.step", _mapping("optimizer", data["optimizer"]).get("step"))
@@ -412,6 +417,7 @@ def _parsed(data: Any) -> tuple[RunState, dict[str, float]]:
         env_steps=_count("env_steps", data["env_steps"]),
         wall_s=_number("wall_s", data["wall_s"], 0.0),
         recent_success=tuple(recent),
+        recent_return=tuple(_number("recent_return", one) for one in returns),
         stage=stage,
         controls={name: _number(f"controls.{name}", number) for name, number in controls.items()},
     )

@@ -9,6 +9,7 @@ removed once a later one is complete.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections import deque
@@ -36,7 +37,8 @@ SHARE = 0.02
 
 
 RECENT = 100
-"""Training episodes over which the success that is reported as `env/success_recent` is averaged."""
+"""Training episodes over which the success and the return that are reported as `env/success_recent` and
+`env/return_recent` are averaged."""
 
 
 @dataclass
@@ -48,20 +50,26 @@ class Position:
     wall_s: float = 0.0
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Outcomes of the last training episodes, oldest first."""
+    recent_returns: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Returns of the last training episodes whose numbers were finite, oldest first."""
 
     def add(self, iteration: Iteration) -> None:
         """Move behind an iteration that was completed."""
         self.iteration += 1
         self.env_steps += iteration.summary.env_steps
         self.wall_s += iteration.wall_s
-        self.recent.extend(episode.success for episode in iteration.summary.episodes)
+        episodes = iteration.summary.episodes
+        self.recent.extend(episode.success for episode in episodes)
+        self.recent_returns.extend(e.total_reward for e in episodes if math.isfinite(e.total_reward))
 
     def state(self) -> checkpoint.RunState:
-        return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, tuple(self.recent))
+        recent, returns = tuple(self.recent), tuple(self.recent_returns)
+        return checkpoint.RunState(self.iteration, self.env_steps, self.wall_s, recent, recent_return=returns)
 
     @classmethod
     def of(cls, state: checkpoint.RunState) -> Position:
-        return cls(state.iteration, state.env_steps, state.wall_s, deque(state.recent_success, maxlen=RECENT))
+        recent = deque(state.recent_success, maxlen=RECENT), deque(state.recent_return, maxlen=RECENT)
+        return cls(state.iteration, state.env_steps, state.wall_s, *recent)
 
 
 class Unwritten:

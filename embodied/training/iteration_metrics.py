@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,10 @@ from embodied.workflows.sizes import tasks_of
 
 
 def iteration_row(
-    config: Config, position: Position, iteration: Iteration, checkpoints: Mapping[str, float]
+    config: Config, position: Position, iteration: Iteration, checkpoints: Mapping[str, float], *, has_success: bool
 ) -> dict[str, float]:
-    """The row of the iteration that ends at `position`, with the seconds that `checkpoints` took."""
+    """The row of the iteration that ends at `position`, with the seconds that `checkpoints` took. Where the tasks have
+    no success, nothing in it is about that."""
     summary, learned, wall_s = iteration.summary, iteration.learned, iteration.wall_s
     episodes = summary.episodes
     returns = [e.total_reward for e in episodes if np.isfinite(e.total_reward)]
@@ -30,11 +31,10 @@ def iteration_row(
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
         "env/episodes": len(episodes),
-        "env/success_once": float(np.mean([e.success for e in episodes])) if episodes else nothing,
-        "env/success_recent": float(np.mean(position.recent)) if len(position.recent) == RECENT else nothing,
-        **_of_tasks(summary, config),
+        **(_success(config, position, summary) if has_success else {}),
         **summary.curriculum,
         "env/return": float(np.mean(returns)) if returns else nothing,
+        "env/return_recent": _mean_of_recent(position.recent_returns),
         "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
         "farm/env_steps_per_s": summary.env_steps / wall_s,
         "farm/rollout_env_steps_per_s": summary.env_steps / summary.wall_s,
@@ -48,6 +48,19 @@ def iteration_row(
         **_shares(summary, learned["learner/update_s"], wall_s),
         **learned,
     }
+
+
+def _success(config: Config, position: Position, summary: RolloutSummary) -> dict[str, float]:
+    solved = [episode.success for episode in summary.episodes]
+    return {
+        "env/success_once": float(np.mean(solved)) if solved else math.nan,
+        "env/success_recent": _mean_of_recent(position.recent),
+        **_of_tasks(summary, config),
+    }
+
+
+def _mean_of_recent(values: Collection[float]) -> float:
+    return float(np.mean(list(values))) if len(values) == RECENT else math.nan
 
 
 def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
@@ -124,7 +137,7 @@ class CollapseWatch:
 
     def see(self, row: Mapping[str, Any]) -> str | None:
         """Look at an iteration's row of metrics. What to say, once for each fall."""
-        recent = row["env/success_recent"]
+        recent = row.get("env/success_recent")
         if recent is None or recent != recent:
             return None
         if recent >= self.best:

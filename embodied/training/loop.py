@@ -8,6 +8,7 @@ and evaluated: in the background if the run leaves a core free, else the run wai
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -68,7 +69,9 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
                     save_config(config, run_dir / "config.yaml")  # a resumed run may have other settings that fit
                     built = time.monotonic()
                     startup_s = startup_s or built - begin
-                    with Progress(run_dir.name, config.iterations, config.stop_at_success) as progress:
+                    with Progress(
+                        run_dir.name, config.iterations, config.stop_at_success, config.stop_at_return
+                    ) as progress:
                         move = loop.run(progress, planned.watch(built - building))
             except Exception as error:
                 if config.runtime.mode == "inline":  # there is no other process to be lost
@@ -86,6 +89,7 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
             planned = planned.moved(move)
             resume_from = checkpoint.latest(run_dir / "checkpoints")
     position = loop.position
+    recent, returns = (position.recent if loop.workers.has_success else ()), position.recent_returns
     return {
         "run": str(run_dir),
         "mode": planned.assignment.mode,
@@ -94,7 +98,8 @@ def train(config: Config, run_dir: Path, session: Session, resume_from: Path | N
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
         "startup_s": startup_s,
-        "success_recent": float(np.mean(position.recent)) if position.recent else None,
+        "success_recent": float(np.mean(recent)) if recent else None,
+        "return_recent": float(np.mean(returns)) if returns else None,
         **({"recoveries": recovery.recoveries} if recovery.recoveries else {}),
         **({"replaced": recovery.replaced} if recovery.replaced else {}),
         **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
@@ -181,7 +186,6 @@ class _Loop:
             while self.position.iteration < config.iterations:
                 row, iteration = self._iterate(progress)
                 progress.row(row)
-                recent = row["env/success_recent"]
                 self._note_milestones(row)
                 self.note_replaced(progress.note)
                 if broken := row.get("learner/broken_episodes"):
@@ -194,8 +198,8 @@ class _Loop:
                 else:
                     self._checkpoints.save_between(self.position, self._environments)
                 self._report_selection(progress)
-                if config.stop_at_success is not None and recent >= config.stop_at_success:
-                    progress.note(f"success of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
+                if (reached := self._reached(row)) is not None:
+                    progress.note(reached)
                     break
                 move = watch.see(iteration, config.iterations - self.position.iteration) if watch else None
                 if move is not None:
@@ -318,11 +322,26 @@ class _Loop:
             self._environments = iteration.environments
             self.position.add(iteration)
             self._consistent = True
-            row = iteration_row(self.config, self.position, iteration, self._checkpoints.taken())
+            row = iteration_row(
+                self.config,
+                self.position,
+                iteration,
+                self._checkpoints.taken(),
+                has_success=self.workers.has_success,
+            )
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             self.trace.add(iteration.spans)
         return row, iteration
+
+    def _reached(self, row: Mapping[str, float]) -> str | None:
+        """A note that the run has come as far as was asked for; None until then."""
+        wanted = {"success": self.config.stop_at_success, "return": self.config.stop_at_return}
+        for name, least in wanted.items():
+            recent = row.get(f"env/{name}_recent", math.nan)
+            if least is not None and recent >= least:
+                return f"{name} of the last {RECENT} episodes is {recent:.2f}: stopping as asked"
+        return None
 
     def _note_milestones(self, row: Mapping[str, Any]) -> None:
         recent = row.get("env/success_recent")

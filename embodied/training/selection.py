@@ -65,7 +65,7 @@ class Selection:
         self._run_dir, self._root = run_dir, run_dir / "checkpoints"
         self._protocol = selection_protocol(config) if config.eval.every else None
         self._done: dict[int, float] = {}
-        """Success of this protocol's evaluations, by iteration."""
+        """Measure of this protocol's evaluations, by iteration."""
         self._room: Room | None = None
         self._process: BackgroundProcess | None = None
         self._pending: Candidate | None = None
@@ -92,12 +92,12 @@ class Selection:
         for folder in self._folder(0).parent.glob("[0-9]*"):
             if folder.name.isdecimal() and int(folder.name) > iteration:
                 shutil.rmtree(folder)
-        rates = {row["iteration"]: row.get("eval/success_rate") for row in read(self._run_dir, SELECTION)}
+        found = {row["iteration"]: _measure(row, "eval/") for row in read(self._run_dir, SELECTION)}
         # What keep_checkpoints has removed, or an evaluation by other settings, is no candidate.
         self._done = {
-            number: rate
-            for number, rate in rates.items()
-            if rate is not None and self._checkpoint(number).is_dir() and self._is_ours(number)
+            number: measure
+            for number, measure in found.items()
+            if measure is not None and self._checkpoint(number).is_dir() and self._is_ours(number)
         }
         self._mark()
 
@@ -166,15 +166,21 @@ class Selection:
         iteration = candidate.iteration
         with MetricsWriter(self._run_dir, file=SELECTION) as record:
             record.write(iteration, candidate.env_steps, {"wall_s": candidate.wall_s, **_row(found)})
-        self._done[iteration] = found["success_rate"]
+        measure = _measure(found)
+        assert measure is not None, "an evaluation has a return"
+        self._done[iteration] = measure
         self._mark()
-        between = f"{found['success_low']:.1%} to {found['success_high']:.1%}"
         best = "the best so far" if self.best == iteration else f"the best is iteration {self.best}"
-        return f"iteration {iteration} evaluated: success {found['success_rate']:.1%} ({between}); {best}"
+        if "success_rate" in found:
+            said = "success {success_rate:.1%} ({success_low:.1%} to {success_high:.1%})".format_map(found)
+        else:
+            said = "return {return:.2f} ({return_low:.2f} to {return_high:.2f})".format_map(found)
+        return f"iteration {iteration} evaluated: {said}; {best}"
 
     @property
     def best(self) -> int | None:
-        """The iteration of the highest success; of equal ones the last, which has learned more."""
+        """The iteration of the highest success, or return (`_measure`); of equal ones the last, which has learned
+        more."""
         return max(self._done, key=lambda number: (self._done[number], number), default=None)
 
     def _mark(self) -> None:
@@ -204,13 +210,20 @@ def _identity(folder: Path) -> Identity | None:
         return None
 
 
+def _measure(found: Mapping[str, Any], prefix: str = "") -> float | None:
+    """By what checkpoints are compared: success, or return where the tasks have no success."""
+    return found.get(f"{prefix}success_rate", found.get(f"{prefix}return"))
+
+
 def _row(found: Mapping[str, Any]) -> dict[str, float]:
     """The result of an evaluation as metrics."""
-    names = ("success_rate", "success_low", "success_high", "episodes", "return", "episode_len", "wall_s")
+    names = ("episodes", "return", "return_low", "return_high", "episode_len", "wall_s")
+    rates = ("success_rate", "success_low", "success_high")
     tasks = found["tasks"] if len(found["tasks"]) > 1 else []
     return {
+        **{f"eval/{name}": found[name] for name in rates if name in found},
         **{f"eval/{name}": found[name] for name in names},
-        **{f"eval/success_rate/{task['task']}": task["success_rate"] for task in tasks},
+        **{f"eval/success_rate/{task['task']}": task["success_rate"] for task in tasks if "success_rate" in task},
     }
 
 

@@ -4,7 +4,7 @@ satisfy. Each raises `UserError`, before a worker starts unless only a simulator
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,32 @@ def _compares(config: Config, recipe: Recipe) -> bool:
     return recipe.estimator == "group_relative" or baseline
 
 
-# --- tasks, their starts, ranks
+# --- tasks, their measure, their starts, ranks
+
+
+def check_measure(config: Config, infos: Sequence[TaskInfo]) -> None:
+    """Raise `UserError` where tasks know no success and a setting needs it, or some know it and others do not."""
+    without = [info.spec.name for info in infos if not info.has_success]
+    if not without:
+        return
+    known = [info.spec.name for info in infos if info.has_success]
+    if known:
+        raise UserError(
+            f"{without[0]} has no success and is measured by its return, {known[0]} has one: train them in runs of "
+            "their own"
+        )
+    recipe, rollout, advantage = recipe_of(config), config.rollout, config.advantage
+    by_outcome = recipe.estimator in ("group_relative", "reinforce")
+    for given, needs, remedy in (
+        (config.stop_at_success is not None, "stop_at_success", "set stop_at_return in its place"),
+        (rollout.curriculum > 0, "rollout.curriculum", "set it to 0"),
+        (rollout.task_curriculum > 0, "rollout.task_curriculum", "set it to 0"),
+        (by_outcome and advantage.outcome == "success", "advantage.outcome: success", "set it to return"),
+        (advantage.keep_rates is not None, "advantage.keep_rates", "leave it away"),
+        (recipe.estimator == "binary", f"the workflow {config.workflow}", "set workflow to ppo"),
+    ):
+        if given:
+            raise UserError(f"{without[0]} has no success, which {needs} is about; it is measured by return: {remedy}")
 
 
 def check_starts(config: Config) -> None:

@@ -11,6 +11,7 @@ from embodied.devices import Affinity, find_device, settle
 from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
 from policies.contract import Policy, PolicySpec
+from policies.registry import check_actions
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
 
@@ -74,9 +75,9 @@ def bootstrap_of(config: Config) -> str:
 
 
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
-    """The sizes of the policy for this task."""
+    """The sizes of the policy for this task. Raises `PolicyError` where the policy cannot act by the task's actions."""
     reads = config.policy.reads
-    return PolicySpec(
+    spec = PolicySpec(
         action_dim=info.action_dim,
         chunk=config.policy.chunk,
         horizon=config.policy.horizon,
@@ -84,12 +85,15 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
         proprio_dim=info.proprio_dim if "proprio" in reads else 0,
         cameras=info.cameras if "images" in reads else (),
         image_size=config.env.image_size if "images" in reads else PolicySpec.image_size,
+        discrete_actions=info.discrete_actions,
     )
+    check_actions(config.policy.kind, spec)
+    return spec
 
 
 def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
     """Raise `UserError` where one policy cannot act in both tasks; cameras may have other names."""
-    for name in ("action_dim", "state_dim", "proprio_dim", "image_size"):
+    for name in ("action_dim", "discrete_actions", "state_dim", "proprio_dim", "image_size"):
         mine, its = getattr(first, name), getattr(other, name)
         if mine != its:
             raise UserError(

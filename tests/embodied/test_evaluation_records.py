@@ -66,7 +66,7 @@ def test_the_files_of_a_result_agree(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "e" / "eval.json").read_text())
     assert [row.task for row in read_run(tmp_path / "e").evals] == list(kept.identity.protocol.tasks)
     assert result["episodes"] == len(kept.outcomes) == 4 * len(result["tasks"])
-    assert result["success_rate"] == np.mean([o.success for o in kept.outcomes.values()])
+    assert result["success_rate"] == np.mean([bool(o.success) for o in kept.outcomes.values()])
     assert result["protocol"]["sha256"] == kept.identity.protocol.sha256
     assert result["episode_len"] == pytest.approx(np.mean([row["episode_len"] for row in result["tasks"]]))
     table = (tmp_path / "e" / "eval.md").read_text()
@@ -107,7 +107,7 @@ def test_a_comparison_pairs_the_same_episodes(run: Path, tmp_path: Path) -> None
     found = result["comparison"]
     ours, theirs = read_folder(tmp_path / "e"), read_folder(Path(found["folder"]))
     assert ours.identity.protocol == theirs.identity.protocol and ours.identity.policy != theirs.identity.policy
-    pairs = [(a.success, b.success) for a, b in zip(ours.in_order(), theirs.in_order(), strict=True)]
+    pairs = [(bool(a.success), bool(b.success)) for a, b in zip(ours.in_order(), theirs.in_order(), strict=True)]
     assert found["difference"] == pytest.approx(np.mean([a for a, _ in pairs]) - np.mean([b for _, b in pairs]))
     assert found["first_only"] == sum(a and not b for a, b in pairs)
     assert found["difference_low"] < found["difference"] < found["difference_high"]

@@ -328,8 +328,8 @@ def law_each_counted_action_matters(policy: Policy, inputs: Inputs) -> None:
     actions, counted = demonstrations(policy, rows)
     loss = _imitation(policy, inputs)
     for c in range(policy.spec.predicted):
-        moved = actions.clone()
-        moved[:, c] = -moved[:, c]
+        moved, choices = actions.clone(), policy.spec.discrete_actions
+        moved[:, c] = (moved[:, c] + 1) % choices if choices else -moved[:, c]
         other = policy.imitate(inputs, moved, counted, random_noise(policy, rows, 1))
         assert (other != loss).all(), f"action {c} of the chunk does not matter"
 
@@ -391,8 +391,9 @@ def imitates(policy: Policy) -> bool:
 
 def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:
     """Actions [rows, H, A] that every policy can take, and that all of them count."""
-    shape = (rows, policy.spec.predicted, policy.spec.action_dim)
-    actions = torch.rand(shape, generator=torch.Generator().manual_seed(8)) * 0.9 - 0.45
+    shape, choices = (rows, policy.spec.predicted, policy.spec.action_dim), policy.spec.discrete_actions
+    actions = torch.rand(shape, generator=torch.Generator().manual_seed(8))
+    actions = (choices * actions).floor() if choices else actions * 0.9 - 0.45
     return actions, torch.ones(shape[:2], dtype=torch.bool)
 
 

@@ -14,10 +14,14 @@ from tests.variants import often
 
 STATE = PolicySpec(action_dim=3, chunk=1, state_dim=5)
 IMAGE = PolicySpec(action_dim=3, chunk=2, proprio_dim=4, cameras=("base",), image_size=32)
+CHOICES = PolicySpec(action_dim=1, chunk=6, state_dim=5, discrete_actions=8)
+"""Enough of them that two draws are never the same decision."""
 SMALL: dict[str, Any] = {"widths": (32, 32), "critic_widths": (16,)}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "gaussian_mlp": ("gaussian_mlp", STATE, SMALL),
     "gaussian_mlp, chunk of 4": ("gaussian_mlp", replace(STATE, chunk=4), SMALL),
+    "categorical_mlp": ("categorical_mlp", replace(CHOICES, chunk=1, discrete_actions=10_000), SMALL),
+    "categorical_mlp, chunk of 6": ("categorical_mlp", CHOICES, SMALL),
     "flow, state": ("flow", STATE, {**SMALL, "features": 32}),
     "flow, state, two of four actions": (
         "flow",
@@ -51,6 +55,7 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
 }
 OFTEN = (
     "gaussian_mlp, chunk of 4",
+    "categorical_mlp, chunk of 6",
     "flow, state, two of four actions, every step",
     "flow, one camera, and the state is predicted",
 )

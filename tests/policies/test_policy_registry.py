@@ -56,7 +56,7 @@ def test_value_head_is_the_critic_and_shares_no_parameter(kind):
 def test_unknown_names_come_with_the_nearest():
     with pytest.raises(PolicyError, match="unknown policy 'gausian_mlp'; did you mean gaussian_mlp"):
         build("gausian_mlp")
-    with pytest.raises(PolicyError, match="unknown policy 'xyz'; valid: flow, gaussian_mlp"):
+    with pytest.raises(PolicyError, match="unknown policy 'xyz'; valid: categorical_mlp, flow, gaussian_mlp"):
         build("xyz")
     with pytest.raises(PolicyError, match="no architecture argument 'width'; did you mean widths"):
         build(width=3)
@@ -97,6 +97,15 @@ def test_what_was_saved_before_there_was_a_horizon_is_loaded(tmp_path):
     (tmp_path / "policy/config.json").write_text(json.dumps(config))
     policies.load_into(policy, tmp_path)
     assert policies.load(tmp_path).spec == policy.spec
+
+
+def test_a_policy_of_the_other_kind_of_actions_is_refused():
+    choices = PolicySpec(action_dim=1, state_dim=5, discrete_actions=3)
+    for kind in ("gaussian_mlp", "flow", "random"):
+        with pytest.raises(PolicyError, match=f"one of 3 choices, and {kind} says .* policy.kind to categorical_mlp"):
+            policies.build(kind, choices, 0)
+    with pytest.raises(PolicyError, match="chooses among .* are 3 real numbers: set policy.kind to gaussian_mlp"):
+        build("categorical_mlp")
 
 
 def test_a_state_policy_needs_a_state():

@@ -101,7 +101,8 @@ def episodes_with_other_seeds_differ(spec: TaskSpec) -> None:
     with physics_of(spec) as physics:
         one, other = physics.reset(ONE), physics.reset(OTHER)
         assert not np.array_equal(one.state, other.state), "two seeds give the same initial state"
-        assert not np.array_equal(one.scene, other.scene), "two seeds give the same initial scene"
+        drawn = physics.info.scene_bytes > 0  # a simulator may leave the scene out where nobody draws it
+        assert not drawn or not np.array_equal(one.scene, other.scene), "two seeds give the same initial scene"
 
 
 def chunk_equals_single_steps(spec: TaskSpec) -> None:
@@ -240,7 +241,8 @@ def impossible_actions_are_refused(spec: TaskSpec) -> None:
         size, actions = physics.info.action_dim, random_actions(physics.info, 6)
         physics.reset(ONE)
         other.reset(ONE)
-        wrong: list[Any] = [np.zeros(shape, np.float32) for shape in ((size,), (2, size + 1), (2, size - 1), (2, 1))]
+        shapes = ((size,), (2, size + 1), (2, size - 1), *(((2, 1),) if size > 1 else ()))
+        wrong: list[Any] = [np.zeros(shape, np.float32) for shape in shapes]
         wrong += [np.zeros(shape, np.float32) for shape in ((1, 2, size), (0, size), ())]
         wrong += [np.zeros((2, size), np.int64), np.zeros((2, size), np.bool_), [[0.0] * size], None]
         for given in wrong:
