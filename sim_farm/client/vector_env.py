@@ -53,6 +53,7 @@ def vector_env(
     control_mode: str | None = None,
     reward: Literal["dense", "sparse"] | None = None,
     max_episode_steps: int | None = None,
+    ignore_terminations: bool = False,
     autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
 ) -> FarmVectorEnv:
     """Environments of one task in worker processes of their own, started here, without Ray.
@@ -79,6 +80,7 @@ def vector_env(
         control_mode=control_mode,
         reward=reward,
         max_episode_steps=max_episode_steps,
+        ignore_terminations=ignore_terminations,
         cameras=cameras,
         image_size=image_size,
     )

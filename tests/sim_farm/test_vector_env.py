@@ -44,7 +44,8 @@ class Single(gymnasium.Env[Any, np.ndarray]):
         image = gymnasium.spaces.Box(0, 255, (32, 32, 3), np.uint8)
         pictures = dict.fromkeys(info.cameras, image)
         self.observation_space = gymnasium.spaces.Dict({"state": state, **pictures}) if cameras else state
-        self.action_space = gymnasium.spaces.Box(np.float32(info.action_low), np.float32(info.action_high))
+        low, high = (np.array(bound, np.float32) for bound in (info.action_low, info.action_high))
+        self.action_space = gymnasium.spaces.Box(low, high)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -127,14 +128,14 @@ def test_it_is_gymnasium_s_own_loop_bit_for_bit(task: str, mode: AutoresetMode, 
             ended += int(ends.sum())
             if step == 16:  # of one environment, whatever it is doing
                 mask = np.arange(ENVS) == 2
-                both = [envs.reset(seed=[1, 2, 3, 4], options={"reset_mask": mask.copy()}) for envs in (ours, theirs)]
-                assert_equal(*both, "reset of one")
+                one, other = (envs.reset(seed=[1, 2, 3, 4], options={"reset_mask": mask}) for envs in (ours, theirs))
+                assert_equal(one, other, "reset of one")
                 ends = ends & ~mask
             if step == 21:
                 assert_equal(ours.reset(), theirs.reset(), "reset without a seed")
             elif mode is AutoresetMode.DISABLED and ends.any():
-                both = [envs.reset(options={"reset_mask": ends.copy()}) for envs in (ours, theirs)]
-                assert_equal(*both, f"reset after step {step}")
+                one, other = (envs.reset(options={"reset_mask": ends}) for envs in (ours, theirs))
+                assert_equal(one, other, f"reset after step {step}")
         assert ended > 2 * ENVS
 
 
@@ -190,8 +191,9 @@ def test_gymnasium_s_wrappers_take_it() -> None:
     ],
 )
 def test_a_mistake_has_one_message(settings: dict[str, Any], message: str) -> None:
+    whole: dict[str, Any] = {"task": REACH, "num_envs": 2, "workers": 1}
     with pytest.raises(FarmError, match=message):
-        vector_env(**{"task": REACH, "num_envs": 2, "workers": 1, **settings})
+        vector_env(**(whole | settings))
 
 
 def test_calls_that_cannot_be_are_refused_and_harm_nothing() -> None:
@@ -218,9 +220,7 @@ def test_calls_that_cannot_be_are_refused_and_harm_nothing() -> None:
         ):
             with pytest.raises(FarmError, match=message):
                 envs.step(wrong)  # pyrefly: ignore
-        for _ in range(LIMIT):
-            truncated = envs.step(zeros)[3]
-        assert truncated.all()
+        assert [envs.step(zeros)[3].all() for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
         with pytest.raises(FarmError, match=r"environments \[0, 1, 2, 3\] have ended"):
             envs.step(zeros)
         envs.reset(options=some)
