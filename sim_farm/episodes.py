@@ -179,6 +179,22 @@ class ListedEpisodes:
         return queue[episode] if episode < len(queue) else len(self.specs)
 
 
+@dataclass(frozen=True)
+class SeededEpisodes:
+    """Episodes whose seeds the client gives, in place of their starts (`Farm.begin`, `Farm.submit(next_seeds=...)`). An
+    environment without a seed for its next episode rests."""
+
+    @property
+    def starts(self) -> int:
+        return 0
+
+    def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
+        return None if start == ANY else EpisodeSpec(start)
+
+    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
+        raise ValueError("the client gives each episode's seed: none is drawn")
+
+
 def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:
     """`count` episodes whose seeds come from a stream of their own, which training does not draw from."""
     return tuple(EpisodeSpec(episode_seed(EVALUATION, run_seed, 0, trial)) for trial in range(count))

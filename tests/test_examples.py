@@ -82,10 +82,15 @@ def test_an_example_as_a_script_is_found_by_its_workers(name: str, tmp_path: Pat
     assert list(tmp_path.glob("runs/*/report.html"))
 
 
+@pytest.mark.parametrize(("name", "size"), [("sb3_ppo", 512), ("cleanrl_ppo", 2)])
+def test_another_library_s_ppo_runs_on_the_farm(example: Any, name: str, size: int) -> None:
+    assert 0 <= example(name).main(size) <= 1
+
+
 def test_an_example_is_at_most_eighty_lines_long() -> None:
     long = {path.name: count for path in FILES if (count := len(path.read_text().splitlines())) > MOST_LINES}
     assert not long
 
 
 def test_every_example_is_run_here() -> None:
-    assert {path.stem for path in FILES} == {*TRAIN, "evaluate", "plan_a_cluster"}
+    assert {path.stem for path in FILES} == {*TRAIN, "evaluate", "plan_a_cluster", "sb3_ppo", "cleanrl_ppo"}

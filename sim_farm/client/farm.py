@@ -33,7 +33,7 @@ from sim_farm.client.task_farm import (
     check_snapshot,
     check_spec,
 )
-from sim_farm.contract import FarmError, Float32, TaskInfo
+from sim_farm.contract import Bool, FarmError, Float32, TaskInfo
 from sim_farm.episodes import ANY, Float64
 from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory, nbytes_of
 from sim_farm.shared_memory.memory import Block, require, size_of
@@ -176,14 +176,34 @@ class Farm:
         """
         self._groups[group].reset(rows)
 
-    def submit(self, group: int, actions: Float32, rows: Int | None = None, final_rows: Int | None = None) -> None:
+    def submit(
+        self,
+        group: int,
+        actions: Float32,
+        rows: Int | None = None,
+        final_rows: Int | None = None,
+        next_seeds: Int | None = None,
+    ) -> None:
         """Have the group execute `actions` [B, C, A]. Returns at once; rows that are not active are ignored.
 
         `rows` [B] says into which rows of the frame memory the environments' next observations are drawn, `final_rows`
         [B] where the final observation of an episode goes that ends in this chunk. None: the environments' own rows,
         which are the first ones of the memory: 2 x the number of environments of all tasks.
+
+        `next_seeds` [B], of `SeededEpisodes` alone, are the seeds of the episodes that begin where one ends in this
+        chunk. None: those environments rest until `begin`.
         """
-        self._groups[group].submit(actions, rows, final_rows)
+        self._groups[group].submit(actions, rows, final_rows, next_seeds)
+
+    def begin(self, group: int, which: Bool, seeds: Int, actions: Float32 | None = None) -> None:
+        """Begin an episode of `SeededEpisodes` in the environments of `which` [B], wherever they are, from its seed of
+        `seeds` [B]. The others execute their action of `actions` [B, C, A], or are left as they are if that is None.
+        Returns at once. An environment whose episode ends rests.
+
+        The observations of those that are left are what they were. Raises `GroupError` if the group has not been
+        collected, or if not all begin at first.
+        """
+        self._groups[group].begin(which, seeds, actions)
 
     def ready(self) -> list[int]:
         """Submitted groups whose results are there, the lowest number first."""

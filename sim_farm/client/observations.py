@@ -107,8 +107,9 @@ class Observations:
     """[B, 4] physics start and end, render start and end, on the machine's monotonic clock."""
 
 
-def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None) -> Observations:
-    """Content of the group's slots, before the client counts them as collected.
+def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None, fresh: Bool) -> Observations:
+    """Content of the group's slots, before the client counts them as collected. Rows that are not `fresh` [B] were not
+    requested, and have what they had.
 
     Raises `UnwrittenFrame` and `StaleFrame`.
     """
@@ -119,10 +120,11 @@ def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | 
     final = _finals(slots, envs, ended_rows, info, memory)
     if memory is not None:
         _check_frames(memory, frame_rows[active], envs[active], "", episode[active], episode_step[active])
-        if final.drawn.any():
-            ended = final.rows[final.drawn]
+        drawn_now = final.drawn & fresh[final.rows]
+        if drawn_now.any():
+            ended = final.rows[drawn_now]
             last = group.get("base_step")[ended] + steps[ended]
-            _check_frames(memory, final.frame_rows[final.drawn], envs[ended], "final ", episode[ended] - 1, last)
+            _check_frames(memory, final.frame_rows[drawn_now], envs[ended], "final ", episode[ended] - 1, last)
     return Observations(
         envs=envs,
         state=group.get("state"),

@@ -14,7 +14,7 @@ import numpy as np
 
 from sim_farm.client import health
 from sim_farm.client.observations import Int, Observations, read
-from sim_farm.contract import FarmError, Float32, TaskInfo, TaskSpec
+from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec
 from sim_farm.episodes import ANY, Float64
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
@@ -78,34 +78,52 @@ class Group:
         slots.put("base_start", np.where((begun == ANY) & fresh, drawn, begun))
         self._request(slot_layout.RESET)
 
-    def submit(self, actions: Float32, rows: Int | None, final_rows: Int | None) -> None:
+    def submit(self, actions: Float32, rows: Int | None, final_rows: Int | None, next_seeds: Int | None = None) -> None:
         """See `Farm.submit`."""
         if self.state is not GroupState.COLLECTED:
             raise GroupError(f"group {self.number} is {self.state.value}; collect it before submitting")
-        spec, slots = self.task.spec, self._slots
-        expected = (len(self.envs), spec.chunk, self.task.info.action_dim)
-        if actions.shape != expected:
-            raise FarmError(f"group {self.number} takes actions of shape {expected}, got {actions.shape}")
         self._require_renderers()
-        self._place_frames(rows, final_rows, ends=spec.final_frames != "never")
-        slots.put("action", actions)
-        slots.put("next_start", self._drawn(slots.get("base_episode") + 1))
+        self._put_actions(actions)
+        self._place_frames(rows, final_rows, ends=self.task.spec.final_frames != "never")
+        slots = self._slots
+        drawn = self._drawn(slots.get("base_episode") + 1) if next_seeds is None else next_seeds
+        slots.put("next_start", drawn)
         self._request(slot_layout.STEP)
+
+    def begin(self, which: Bool, seeds: Int, actions: Float32 | None) -> None:
+        """See `Farm.begin`."""
+        if self.state is GroupState.SUBMITTED:
+            raise GroupError(f"group {self.number} is submitted; collect it before an episode is begun")
+        if self.state is GroupState.IDLE and not which.all():
+            raise GroupError(f"group {self.number} is not yet reset; begin an episode in all of its environments first")
+        self._require_renderers()
+        if actions is not None:
+            self._put_actions(actions)
+        self._place_frames(None, None, ends=self.task.spec.final_frames != "never")
+        slots = self._slots
+        slots.put("base_episode", slots.get("base_episode") + which)
+        slots.put("base_step", np.where(which, 0, slots.get("base_step")))
+        slots.put("base_start", np.where(which, seeds, slots.get("base_start")))
+        slots.fill("next_start", ANY)
+        op = np.where(which, slot_layout.RESET, slot_layout.STEP)
+        self._request(op, which if actions is None else np.ones_like(which))
 
     def done(self) -> bool:
         """True if the results of the last request are complete."""
-        slots, ticket = self._slots, self._ticket
+        slots = self._slots
+        requested = slots.view("requested")
         # Both: a fused worker sets `drawn` first.
-        return bool((slots.view("simulated") == ticket).all() and (slots.view("drawn") == ticket).all())
+        return bool((slots.view("simulated") == requested).all() and (slots.view("drawn") == requested).all())
 
     def read(self) -> Observations:
         """The observations, once they are done; the group is then collected."""
         slots, task = self._slots, self.task
-        seen = read(task.slots, slots, task.info, task.memory.frames)
+        fresh = slots.get("requested") == self._ticket
+        seen = read(task.slots, slots, task.info, task.memory.frames, fresh)
         slots.put("base_episode", seen.episode)
         slots.put("base_step", seen.episode_step)
         slots.put("base_start", np.where(seen.active, seen.start, ANY))
-        slots.fill("collected", self._ticket)
+        slots.put("collected", slots.get("requested"))
         self.state = GroupState.COLLECTED
         return seen
 
@@ -137,12 +155,20 @@ class Group:
         if self.task.slots["away"][0]:
             raise GroupError("the renderers are away; load_renderers() before a group is reset or submitted")
 
-    def _request(self, op: int) -> None:
+    def _put_actions(self, actions: Float32) -> None:
+        expected = (len(self.envs), self.task.spec.chunk, self.task.info.action_dim)
+        if actions.shape != expected:
+            raise FarmError(f"group {self.number} takes actions of shape {expected}, got {actions.shape}")
+        self._slots.put("action", actions)
+
+    def _request(self, op: int | Int, which: Bool | None = None) -> None:
+        """Request `op`, of all environments or of `which` [B]; `op` may be one for each."""
         slots = self._slots
         ticket = int(self.task.slots["requested"].max()) + 1
-        slots.fill("op", op)
-        slots.fill("requested_ns", time.monotonic_ns())
-        slots.fill("requested", ticket)
+        whole = np.ones(len(self.envs), np.bool_) if which is None else which
+        slots.put("op", np.where(whole, op, slots.get("op")))
+        slots.put("requested_ns", np.where(whole, time.monotonic_ns(), slots.get("requested_ns")))
+        slots.put("requested", np.where(whole, ticket, slots.get("requested")))
         self._ticket = ticket
         self.state = GroupState.SUBMITTED
         self.task.ring(self._workers)
