@@ -30,7 +30,8 @@ def check_kind(kind: str) -> None:
     if kind in KINDS or ":" in kind or kind in (others := entry_point_names(ENTRY_POINTS)):
         return
     known = [*KINDS, *others]
-    raise PolicyError(f"unknown policy {shown(kind)}{nearest(kind[:100], known)}; your own is named package.module:Class")
+    near = nearest(kind[:100], known)
+    raise PolicyError(f"unknown policy {shown(kind)}{near}; your own is named package.module:Class")
 
 
 def check_folders(architecture: Mapping[str, Any]) -> None:

@@ -244,7 +244,7 @@ def test_options_of_the_policy_are_removed_whether_or_not_the_configuration_name
 
 
 def test_an_option_that_the_kind_does_not_have_is_refused_with_how_to_remove_it(tmp_path: Path) -> None:
-    command = ["train", "reach", "--policy.kind", "random", "--runs-dir", str(tmp_path)]
+    command = ["eval", "reach", "--policy.kind", "random", "--runs-dir", str(tmp_path)]
     output = refusal_here(*command)
     option = re.search(r"--policy\.options\.\w+=", output)
     assert option is not None and "random has no architecture argument" in output
@@ -324,7 +324,7 @@ assert not {"torch", "tyro", "pydantic", "numpy", "rich"} & sys.modules.keys()
 
 MISTAKES = {
     "task": ("train pushcube --env.task maniskill/PushCub-v1", "did you mean maniskill/PushCube-v1"),
-    "kind": ("train pushcube --policy.kind gausian_mlp", "unknown policy 'gausian_mlp'; did you mean gaussian_mlp?"),
+    "kind": ("train pushcube --policy.kind gausian_mlp", "unknown policy 'gausian_mlp'; did you mean gaussian_mlp"),
     "groups": ("train reach_grpo --env.num_envs 7", "7 environments of tabletop/reach do not make episode groups of 4"),
     "workers": ("train reach --env.num_envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
     "trials": ("eval reach --eval.num-envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
