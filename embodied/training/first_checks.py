@@ -21,8 +21,9 @@ def check_policy(config: Config, resumed: bool = False) -> None:
     """Check that the policy's kind and the files it is built from exist. A run that is `resumed` has a revision of its
     own of a Hugging Face name, which is not looked for."""
     policy = config.policy
-    if ":" not in policy.kind:  # else code, which has to be imported
-        check_kind(policy.kind)
+    if ":" in policy.kind:  # code, which has to be imported, and says itself what it is built from
+        return
+    check_kind(policy.kind)
     if policy.path is None:
         check_folders(policy.architecture)
     elif not resumed and not (HERE / policy.path).is_dir():
