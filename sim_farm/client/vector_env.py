@@ -23,7 +23,9 @@ try:
 except ModuleNotFoundError as error:
     from sim_farm.contract import FarmError
 
-    raise FarmError("sim_farm.vector_env needs the package 'gymnasium': pip install 'gymnasium>=1.1'") from error
+    raise FarmError(
+        "sim_farm.vector_env needs the package 'gymnasium': pip install 'embodied-farm[gymnasium]'"
+    ) from error
 
 from sim_farm.catalogue import check_task
 from sim_farm.client.farm import Farm

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
 """A worker is one thread on one core; the last variable is for software rendering (llvmpipe)."""
 MOST_LOSSES = 3
-"""So often a worker may be lost without having done anything in between, before it is given up."""
+"""A worker that is lost more often without having done anything in between is given up."""
 _PROGRAM = "import sys; from sim_farm.workers.processes import main; main(int(sys.argv[1]))"
 
 
@@ -74,14 +74,14 @@ class Processes:
             slots = serving.slots.arrays
             if status is None or not slots or slots["phase"][index] == slot_layout.FAILED:
                 continue  # of one that failed, the farm raises the message
-            why = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+            why = f"signal {-status}" if status < 0 else f"status {status}"
             serving.note_loss(done_by(slots, index))
             name = serving.setup.name
             if serving.losses > MOST_LOSSES:
                 raise LostWorker(
-                    f"the process of {name} of {serving.setup.spec.task.name} ended {serving.losses} times without "
-                    f"having done anything, at last by {why}: see what it has written above, the system's log, and "
-                    "whether memory is short (fewer workers, fewer environments)"
+                    f"the process of {name} of {serving.setup.spec.task.name} ended {serving.losses} times in a row, "
+                    f"at last by {why}: see what it has written above, the system's log, and whether memory is short "
+                    "(use fewer workers or environments)"
                 )
             _log.warning("%s", f"the process of {name} has ended ({why}) and is replaced")
             self._processes[index].close(0.0)
