@@ -1,21 +1,24 @@
 """The stack: rollout, learning and evaluation over a simulator farm. What the command line does, from Python:
 
 import embodied
-config = embodied.load_config("pushcube")
-result = embodied.train(config, runs_dir="runs")
-again = embodied.evaluate(result["run"])
+result = embodied.train("pushcube", {"seed": 3})
+print(result.evaluation.success_rate)
+policy = embodied.load_policy(result.run)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from embodied.config.schema import Config
+    from embodied.loaded_policy import LoadedPolicy
+    from embodied.results import EvaluationResult, RecordingResult, TrainingResult
+    from embodied.training.callbacks import Callback
 
 # Nothing heavy is imported here: `embodied doctor` must run where the packages it looks for are missing.
 
@@ -59,29 +62,90 @@ def load_config(reference: str, code: Collection[str] = ()) -> Config:
     return files.load_config(reference, code)
 
 
-def train(config: Config, runs_dir: str | Path = "runs", resume: bool = False) -> dict[str, Any]:
-    """Train, evaluate, film and report, as `embodied train` does. Returns the result as plain data."""
-    from embodied.commands.train import train_run
+def train(
+    config: Config | str,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    runs_dir: str | Path = "runs",
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> TrainingResult:
+    """Train, evaluate, film and report, as `embodied train` does.
 
-    return train_run(config, config.name or "run", Path(runs_dir), resume)
+    `config` is a configuration, or the name of one; `settings` are other values of its settings by their keys
+    (`{"optim.policy_lr": 1e-4}`). `callbacks` see each iteration's metrics, and may log, save and stop. With `resume`
+    the run of this name goes on from its newest checkpoint. Raises `embodied.errors.UserError` for a mistake.
+    """
+    from embodied.commands.train import train_run
+    from embodied.config.files import with_settings
+    from embodied.results import TrainingResult
+
+    name = config if isinstance(config, str) else "run"
+    config = load_config(config) if isinstance(config, str) else config
+    config = with_settings(config, settings or {}, "embodied.train")
+    result = train_run(config, config.name or Path(name).stem, Path(runs_dir), resume, callbacks)
+    return TrainingResult.of(result)
 
 
 def evaluate(
     run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = (), **settings: Any
-) -> dict[str, Any]:
+) -> EvaluationResult:
     """Evaluate the checkpoint that a run ends with (or another) as `embodied eval` does.
 
     `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); the run's own otherwise.
     `code`: what the run's configuration may name as `package.module:NAME`.
     """
     from embodied.commands.evaluate import evaluate_run
-    from embodied.config.files import parse_config
+    from embodied.results import EvaluationResult
+
+    config = _settings_of(run, code, {f"eval.{key}": value for key, value in settings.items()}, "embodied.evaluate")
+    folder = None if checkpoint is None else Path(checkpoint)
+    return EvaluationResult.of(evaluate_run(str(run), config, folder, Path(".")))
+
+
+def record(
+    run: str | Path,
+    out: str | Path,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    episodes: int = 100,
+    checkpoint: str | Path | None = None,
+    only_successes: bool = False,
+    code: Collection[str] = (),
+) -> RecordingResult:
+    """Record episodes of a run's policy, or of a configuration's, as a dataset in LeRobot's layout in the folder `out`,
+    as `embodied record` does. `settings` are other values of its settings by their keys."""
+    from embodied.commands.record import record_run
+    from embodied.results import RecordingResult
+
+    config = _settings_of(run, code, settings or {}, "embodied.record")
+    folder = None if checkpoint is None else Path(checkpoint)
+    return RecordingResult.of(record_run(str(run), config, folder, Path(out), episodes, only_successes, Path(".")))
+
+
+def report(*runs: str | Path, out: str | Path | None = None) -> Path:
+    """Write the page of a run, or one of several runs beside each other (into `out`), and return its path."""
+    from embodied.commands.report import report_runs
+
+    return Path(report_runs([str(run) for run in runs], Path("."), None if out is None else Path(out))["report"])
+
+
+def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = ()) -> LoadedPolicy:
+    """The policy that a run ends with (or of another checkpoint); its `act` takes observations as NumPy arrays.
+
+    `code`: what the run's configuration may name as `package.module:NAME`.
+    """
+    from embodied import loaded_policy
+
+    return loaded_policy.load_policy(run, checkpoint, code)
+
+
+def _settings_of(run: str | Path, code: Collection[str], settings: Mapping[str, Any], source: str) -> Config:
+    """The configuration of a run, or of that name, with other values of settings."""
+    from embodied.config.files import with_settings
     from embodied.run.saved_settings import settings_of
 
-    data = settings_of(str(run), Path("."), code).model_dump(mode="json")
-    data["eval"] |= settings
-    config = parse_config(data, "embodied.evaluate")
-    return evaluate_run(str(run), config, None if checkpoint is None else Path(checkpoint), Path("."))
+    return with_settings(settings_of(str(run), Path("."), code), settings, source)
 
 
-__all__ = ["evaluate", "load_config", "train"]
+__all__ = ["evaluate", "load_config", "load_policy", "record", "report", "train"]

@@ -92,7 +92,8 @@ def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Seq
 
     `code`: what the run's configuration may name as `package.module:NAME`. Raises `UserError` or `PolicyError`.
     """
-    from embodied.run.folder import find_run, settings_of, whole_checkpoint
+    from embodied.run.folder import whole_checkpoint
+    from embodied.run.saved_settings import find_run, settings_of
 
     config = settings_of(str(run), Path("runs"), code)
     folder = whole_checkpoint(find_run(str(run), Path("runs")), None if checkpoint is None else Path(checkpoint))

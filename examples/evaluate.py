@@ -8,20 +8,19 @@ A result has success with its 95% interval, and the hash of the protocol: result
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import embodied
 from embodied.evaluation.folder import read_folder
+from embodied.results import EvaluationResult
 
 
-def main(run: str = "runs/example-train") -> dict[str, Any]:
+def main(run: str = "runs/example-train") -> EvaluationResult:
     # Keys of `eval` (docs/settings.md): other tasks, a published protocol, sampled instead of greedy actions.
     result = embodied.evaluate(run, episodes=50, greedy=False, videos=0)
-    low, high = result["success_low"], result["success_high"]
-    print(f"{result['success_rate']:.0%} ({low:.0%} to {high:.0%}), protocol {result['protocol']['sha256'][:12]}")
+    if result.success_interval is not None:  # None: a task that knows no success
+        low, high = result.success_interval
+        print(f"{result.success_rate:.0%} ({low:.0%} to {high:.0%}), protocol {result.protocol_sha256[:12]}")
 
-    evaluation = read_folder(Path(result["folder"]))
+    evaluation = read_folder(result.folder)
     failed = [outcome for outcome in evaluation.in_order() if not outcome.success]
     for outcome in failed[:3]:
         actions = evaluation.actions(outcome)  # float32 [T, A]: with the seed, all that the episode is replayed from

@@ -1,4 +1,4 @@
-"""Train from Python: PPO on the built-in scene, in this process.
+"""Train from Python, watch each iteration, and act with the policy that was learned.
 
     python examples/train.py
 
@@ -9,29 +9,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 import embodied
-from embodied.config.schema import Config
+from embodied.results import TrainingResult
+from embodied.training.callbacks import IterationEnd
 
-CONFIG = Config.model_validate(
-    {
-        "name": "example-train",
-        "iterations": 10,
-        "env": {"task": "tabletop/reach", "num_envs": 8},
-        "policy": {"options": {"widths": [64, 64], "initial_log_std": -1.0}},
-        "rollout": {"decisions": 64},
-        "advantage": {"gamma": 0.9, "lam": 0.9},
-        "loss": {"value_clip": None},
-        "optim": {"epochs": 8, "minibatch": 128, "policy_lr": 1e-3, "value_lr": 1e-3, "threads": 1},
-        "eval": {"episodes": 20, "videos": 0},
-        "runtime": {"mode": "inline"},  # "ray", the default, gives every worker a process of its own
-    }
-)
-"""Settings that differ from the defaults (docs/settings.md). `embodied.load_config("reach")` reads a shipped file."""
+SETTINGS: dict[str, Any] = {
+    "name": "example-train",
+    "iterations": 10,
+    "optim.policy_lr": 1e-3,
+    "eval.episodes": 20,
+    "runtime.mode": "inline",  # "ray", the default, gives every worker a process of its own
+}
+"""Settings that differ from those of configs/reach.yaml, by their keys (docs/settings.md)."""
 
 
-def main(config: Config = CONFIG) -> dict[str, Any]:
-    result = embodied.train(config, runs_dir="runs")
-    print(f"success {result['success_rate']:.0%} of {result['episodes']} episodes; report: {result['run']}/report.html")
+def watch(iteration: IterationEnd) -> None:
+    """Record a metric of one's own; end the run when it is good enough."""
+    iteration.log("my/reward_per_step", iteration.row["env/return"] / max(iteration.row["env/episode_len"], 1))
+    if iteration.row["env/success_recent"] > 0.9:
+        iteration.stop("good enough")
+
+
+def main(settings: dict[str, Any] = SETTINGS) -> TrainingResult:
+    result = embodied.train("reach", settings, callbacks=[watch])
+    found = result.evaluation
+    print(f"success {found.success_rate:.0%} of {found.episodes} episodes; report: {result.report}")
+
+    policy = embodied.load_policy(result.run)
+    state = np.zeros(policy.spec.state_dim, np.float32)  # one observation; a batch has a dimension more
+    print(f"action chunk in that state: {policy.act({'state': state})}")
     return result
 
 

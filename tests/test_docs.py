@@ -168,7 +168,7 @@ def test_the_readme_s_parts_of_one_s_own_train(
                 "runtime": {"mode": "inline"},
             }
         )
-        assert embodied.train(config, runs_dir="runs")["episodes"] == 4
+        assert embodied.train(config, runs_dir="runs").evaluation.episodes == 4
     finally:
         sys.modules.pop(name, None)
 

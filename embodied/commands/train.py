@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import print as show
 
@@ -18,6 +18,9 @@ from embodied.config.files import all_settings, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from embodied.files import parse_yaml
+
+if TYPE_CHECKING:
+    from embodied.training.callbacks import Callback
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -63,8 +66,10 @@ def train_variants(
     return {"runs": results, **compared}
 
 
-def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
-    """Train, evaluate, film, report. Returns the result as plain data."""
+def train_run(
+    config: Config, source: str, runs_dir: Path, resume: bool, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
+    """Train, evaluate, film, report; `callbacks` see each iteration. Returns the result as plain data."""
     from embodied.commands.evaluate import finish_run
     from embodied.execution.session import open_session
     from embodied.run.folder import begun_from, open_run_folder
@@ -74,7 +79,7 @@ def train_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict
     config = begun_from(config, runs_dir, resume)
     check_training(config)
     with open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found), open_session(config) as session:
-        result = loop.train(config, run_dir, session, found)
+        result = loop.train(config, run_dir, session, found, callbacks)
         return finish_run(config, run_dir, session, result, found is not None)
 
 

@@ -165,7 +165,7 @@ ExtraTask = Annotated[
 
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
-    """`<simulator>/<task>`; your own simulator is `package.module:NAME/<task>`, and your own task of a simulator that is
+    """`<simulator>/<task>`; your own simulator is `package.module:NAME/<task>`, your own task of a simulator that is
     here `package.module:<simulator>/<task>` (docs/adding-a-simulator.md)."""
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""

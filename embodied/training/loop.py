@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from embodied.run import checkpoint
 from embodied.run.folder import lasting_root, newest_whole
 from embodied.run.trace import TraceWriter
 from embodied.runtime.api import Runtime
+from embodied.training.callbacks import Callback, IterationEnd
 from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferrable_interrupts
 from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
@@ -42,15 +43,22 @@ from sim_farm.workers import faults
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
 
 
-def train(config: Config, run_dir: Path, session: Session, resume_from: Path | None) -> dict[str, Any]:
-    """Run the remaining iterations and write a checkpoint of the last. Returns the result as plain data.
+def train(
+    config: Config,
+    run_dir: Path,
+    session: Session,
+    resume_from: Path | None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+    """Run the remaining iterations and write a checkpoint of the last. `callbacks` see each iteration. Returns the
+    result as plain data.
 
     If the run is interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
     planned = plan_run(config, session, run_dir)
     recovery = Recovery(run_dir)
-    loop = _Loop(config, run_dir, Selection(config, run_dir, session), recovery, session.runtime)
+    loop = _Loop(config, run_dir, Selection(config, run_dir, session), recovery, session.runtime, callbacks)
     first, startup_s = resume_from, 0.0
     with loop.metrics, closing(loop.selection):
         while True:
@@ -114,10 +122,20 @@ class _Loop:
     workers: OnPolicy
 
     def __init__(
-        self, config: Config, run_dir: Path, selection: Selection, recovery: Recovery, runtime: Runtime
+        self,
+        config: Config,
+        run_dir: Path,
+        selection: Selection,
+        recovery: Recovery,
+        runtime: Runtime,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.config, self.run_dir, self.selection = config, run_dir, selection
-        self._recovery, self._runtime = recovery, runtime
+        self._recovery, self._runtime, self._callbacks = recovery, runtime, callbacks
+        self._stopping: str | None = None
+        """A callback's reason to end the run."""
+        self._save_at = -1
+        """Iteration whose checkpoint a callback has asked for."""
         self.position = Position()
         self.metrics = MetricsWriter(run_dir)
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
@@ -192,7 +210,7 @@ class _Loop:
                     progress.note(left_out(int(broken), iteration.summary, config))
                 if (fallen := self._collapse.see(row)) is not None:
                     progress.note(fallen)
-                if self._checkpoints.lasts(self.position.iteration):
+                if self._lasts(self.position.iteration):
                     self._checkpoints.save(self.position, self._environments)
                     self._select(progress)
                 else:
@@ -317,7 +335,7 @@ class _Loop:
                 self._consistent = False
 
             # A run that goes on from a checkpoint has no rollout ahead; one that passes it must compute the same.
-            drain = self._checkpoints.lasts(number + 1)
+            drain = self._lasts(number + 1)
             iteration = self.workers.iterate(number, drain=drain, before_update=before_update)
             self._environments = iteration.environments
             self.position.add(iteration)
@@ -329,13 +347,30 @@ class _Loop:
                 self._checkpoints.taken(),
                 has_success=self.workers.has_success,
             )
+            self._call_back(row)
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
             self.trace.add(iteration.spans)
         return row, iteration
 
+    def _lasts(self, iteration: int) -> bool:
+        """True if a checkpoint of that iteration is to be written: the configuration or a callback asks for it."""
+        return iteration == self._save_at or self._checkpoints.lasts(iteration)
+
+    def _call_back(self, row: dict[str, float]) -> None:
+        """Let the callbacks see the iteration, and note what they ask for."""
+        position = self.position
+        asked = IterationEnd(self.config, self.run_dir, position.iteration, position.env_steps, row)
+        for callback in self._callbacks:
+            callback(asked)
+        self._stopping = asked.stopping
+        if asked.saving:  # a rollout that is ahead already cannot be taken back: then the next iteration is saved
+            self._save_at = position.iteration + (1 if self.workers.assignment.ahead else 0)
+
     def _reached(self, row: Mapping[str, float]) -> str | None:
-        """A note that the run has come as far as was asked for; None until then."""
+        """A note that the run has come as far as was asked for, or is asked to end; None until then."""
+        if self._stopping is not None:
+            return f"{self._stopping}: stopping as a callback asks"
         wanted = {"success": self.config.stop_at_success, "return": self.config.stop_at_return}
         for name, least in wanted.items():
             recent = row.get(f"env/{name}_recent", math.nan)

@@ -95,7 +95,7 @@ def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     whole["eval"] |= {"episodes": 2, "videos": 0}
     whole["runtime"] |= {"mode": "inline"}
     result = embodied.train(parse_config(whole, "test"), runs_dir=tmp_path)
-    assert result["env_steps"] == 2 * 3 * 8 and result["episodes"] == 2
+    assert result.env_steps == 2 * 3 * 8 and result.evaluation.episodes == 2
     assert (tmp_path / "tiny" / "report.html").is_file()
 
 

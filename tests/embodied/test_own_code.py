@@ -118,7 +118,9 @@ def test_a_machine_that_lacks_the_module_is_named(folder: Path) -> None:
         settings = stranger.settings("ray", farm={"physics_workers": 2, "nodes": ["far"]})
         settings["runtime"]["address"] = machines.address
         machines.runtime.close()
-        with pytest.raises((FarmError, UserError), match=r"stranger.sim:BACKEND cannot be imported on .*no module stranger"):
+        with pytest.raises(
+            (FarmError, UserError), match=r"stranger.sim:BACKEND cannot be imported on .*no module stranger"
+        ):
             embodied.train(parse_config(settings, "test"), runs_dir=folder / "runs")
 
 
@@ -131,7 +133,9 @@ def test_an_installed_package_s_entry_points_are_names(folder: Path) -> None:
     offered(folder, "workflows", "halved = stranger.flow:MINE")
     assert backend("point") is backend("stranger.sim:BACKEND")
     assert backend("tabletop").name == "tabletop", "a shipped name cannot be replaced"
-    settings = stranger.settings(env={"task": "point/reach", "num_envs": 4}, policy={"kind": "linear"}, workflow="halved")
+    settings = stranger.settings(
+        env={"task": "point/reach", "num_envs": 4}, policy={"kind": "linear"}, workflow="halved"
+    )
     run = Path(embodied.train(parse_config(settings, "test"))["run"])
     assert load_config(str(run / "config.yaml")).named_code == {}, "what is installed is no code of the run's"
     assert embodied.evaluate(run)["episodes"] == 4
@@ -151,7 +155,9 @@ def test_an_entry_point_that_cannot_be_used_names_its_package_and_the_cause(fold
         check_task("wrong/reach")
     with pytest.raises(FarmError, match=r"stranger 1\.2 and .*other 1\.2 both offer 'twice'|other .* and .*stranger"):
         check_task("twice/reach")
-    with pytest.raises(PolicyError, match="the entry point 'deaf' is no policy: it lacks the methods evaluate, value, arc"):
+    with pytest.raises(
+        PolicyError, match="the entry point 'deaf' is no policy: it lacks the methods evaluate, value, arc"
+    ):
         policy_class("deaf")
     with pytest.raises(UserError, match="list is a function, not an embodied.workflows.Recipe"):
         recipe_of(parse_config({"workflow": "list"}, "test"))
@@ -175,12 +181,18 @@ def test_an_unknown_name_is_refused_with_the_nearest_entry_point(folder: Path) -
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ("strangr.sim:BACKEND/reach", "strangr.sim:BACKEND cannot be imported on .*: there is no module strangr in the cur"),
+        (
+            "strangr.sim:BACKEND/reach",
+            "strangr.sim:BACKEND cannot be imported on .*: there is no module strangr in the cur",
+        ),
         ("stranger.sin:BACKEND/reach", "there is no module stranger.sin in the current folder"),
         ("stranger.sim:BACKND/reach", r"the module stranger.sim \(.*sim.py\) has no BACKND; did you mean BACKEND\?"),
         ("stranger.sim:tabeltop/reach", r"has no tabeltop; did you mean tabletop\?"),
         ("stranger.sim:Point/reach", "stranger.sim:Point is the class Point, not a sim_farm.contract.Backend"),
-        ("stranger.sim:BACKEND/raech", "unknown task 'stranger.sim:BACKEND/raech'; did you mean stranger.sim:BACKEND/reach"),
+        (
+            "stranger.sim:BACKEND/raech",
+            "unknown task 'stranger.sim:BACKEND/raech'; did you mean stranger.sim:BACKEND/reach",
+        ),
         ("stranger.sim:BACKEND", "a task is named <simulator>/<task>"),
         ("stranger.sim:/reach", "code is named package.module:NAME, got 'stranger.sim:'"),
         ("../sim:BACKEND/reach", "a task is named|code is named|unknown simulator"),
@@ -205,7 +217,10 @@ def test_a_simulator_that_cannot_be_is_refused(task: str, message: str, folder: 
     [
         ("strangr.policy:Linear", "there is no module strangr in the current folder"),
         ("stranger.policy:Liner", r"has no Liner; did you mean Linear\?"),
-        ("stranger.policy:Deaf", "stranger.policy:Deaf is no policy: it lacks the methods evaluate, value, architecture"),
+        (
+            "stranger.policy:Deaf",
+            "stranger.policy:Deaf is no policy: it lacks the methods evaluate, value, architecture",
+        ),
         ("stranger.policy:Stranger", "is not derived from policies.Policy and lacks the methods evaluate, value, arch"),
         ("stranger.sim:BACKEND", "stranger.sim:BACKEND is a Backend, not a class derived from policies.Policy"),
     ],
