@@ -117,8 +117,8 @@ def record_run(
         "cameras": list(info.cameras),
         "not_reproduced": not_reproduced,
         "episodes_run": episodes,
-        "solved": solved,
-        "success_rate": solved / episodes,
+        "solved": solved if info.has_success else None,
+        "success_rate": solved / episodes if info.has_success else None,
         "wall_s": time.monotonic() - begin,
     }
     _show(result)
