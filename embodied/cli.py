@@ -203,7 +203,7 @@ def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
 def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Config:
     from embodied.config.schema import KEYS, typed_code
 
-    code = [name for key in KEYS for word in _words(arguments, key) for name in typed_code(word)]
+    code = [typed_code(word) for key in KEYS for word in _words(arguments, key)]
     if may_be_a_run:
         from embodied.run.saved_settings import settings_of
 

@@ -134,6 +134,12 @@ def _entry(text: str) -> Any:
         raise ValueError(f"{text[:200]} is no mapping in YAML, as '{{image: observation.images.front}}' is") from None
 
 
+def _with_a_text_as_task(differs: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(differs.get("task", ""), str):  # binary data would become one only after `named_code` was asked
+        raise ValueError("the task is a text")
+    return differs
+
+
 def _entry_text(value: Any) -> str:
     return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=2**16).strip()
 
@@ -152,6 +158,7 @@ FeatureNames = Annotated[
 """Names of one dataset's features: a shipped mapping, or the dataset's keys with the names used here."""
 ExtraTask = Annotated[
     dict[str, Any],
+    AfterValidator(_with_a_text_as_task),
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="{task: TASK, ...}",
@@ -165,8 +172,8 @@ ExtraTask = Annotated[
 
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
-    """`<simulator>/<task>`; your own simulator is `package.module:NAME/<task>`, your own task of a simulator that is
-    here `package.module:<simulator>/<task>` (docs/adding-a-simulator.md)."""
+    """`<simulator>/<task>`. A simulator of your own is named `package.module:NAME`, and one that is here, with tasks of
+    your own, `package.module:<simulator>` (docs/adding-a-simulator.md)."""
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
@@ -556,7 +563,7 @@ class Config(Section):
         code = {"workflow": self.workflow, "reward.function": self.reward.function, "policy.kind": self.policy.kind}
         tasks = {
             "env.task": [self.env.task],
-            "extra_tasks": [differs.get("task") for differs in self.extra_tasks],
+            "extra_tasks": [differs.get("task", "") for differs in self.extra_tasks],
             "eval.tasks": self.eval.tasks,
         }
         named = [(name, key) for key, name in code.items() if name is not None]
@@ -578,15 +585,18 @@ class Config(Section):
 KEYS = ("workflow", "reward.function", "policy.kind", "env.task", "extra_tasks", "eval.tasks")
 
 
-def simulators_of(tasks: object) -> list[str]:
-    """The simulators in a text of tasks, suites or simulators with commas between; none in what is no text."""
-    return [name.strip().partition("/")[0] for name in tasks.split(",")] if isinstance(tasks, str) else []
+def simulators_of(tasks: str) -> list[str]:
+    """The simulators in a text of tasks, suites or simulators with commas between."""
+    return [name.strip().partition("/")[0] for name in tasks.split(",")]
 
 
-def typed_code(text: str) -> list[str]:
-    """The code that one word names which was typed after a key of `KEYS`."""
-    entry = _entry(text)
-    return [text, *simulators_of(entry.get("task") if isinstance(entry, dict) else entry)]
+def typed_code(word: str) -> str:
+    """What one word names that was typed after a key of `KEYS`: of a further task's entry, its task."""
+    try:
+        entry = _entry(word)
+    except ValueError:  # the parser of all arguments says so
+        return ""
+    return str(entry.get("task", "")) if isinstance(entry, dict) else entry
 
 
 def refuse_code(saved: Config, path: Path, allowed: Collection[str]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -25,10 +24,11 @@ from embodied.workflows.recipes import recipe_of
 from policies.contract import PolicyError, PolicySpec
 from policies.registry import policy_class
 from sim_farm.catalogue import check_task
-from sim_farm.contract import FarmError, TaskSpec
+from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import backend, make_physics
 from sim_farm.workers import faults
 from tests.embodied import stranger
+from tests.embodied.ray_nodes import started
 from tests.embodied.test_resume import assert_same_run
 from tests.sim_farm.conformance import physics_is_a_function_of_seed_and_actions
 
@@ -74,10 +74,10 @@ def test_a_stranger_s_package_trains_evaluates_and_goes_on_from_the_command_line
 
 def test_and_from_python(folder: Path) -> None:
     config = parse_config(stranger.settings(), "test")
-    run = Path(embodied.train(config.model_copy(update={"iterations": 2, "name": "parts"}))["run"])
+    run = embodied.train(config.model_copy(update={"iterations": 2, "name": "parts"})).run
     assert embodied.train(config.model_copy(update={"name": "parts"}), resume=True)["run"] == str(run)
     assert [row["iteration"] for row in read(run)] == [1, 2, 3]
-    assert embodied.evaluate(run, code=[*stranger.NAMES.values()], episodes=3)["episodes"] == 3
+    assert embodied.evaluate(run, code=[*stranger.NAMES.values()], episodes=3).episodes == 3
     policy = policies.load(run / "checkpoints/000003", code=[KIND])
     assert policy.kind == KIND and policy.architecture() == {"std": 0.4}
 
@@ -109,18 +109,14 @@ def test_the_command_trains_evaluates_and_goes_on_on_ray(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_that_lacks_the_module_is_named(folder: Path) -> None:
-    from tests.embodied.ray_nodes import started
-
+def test_a_machine_that_lacks_the_module_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with started("near", "far") as machines:
         sys.path.append(str(folder))
-        os.chdir("/")
+        monkeypatch.chdir("/")
         settings = stranger.settings("ray", farm={"physics_workers": 2, "nodes": ["far"]})
         settings["runtime"]["address"] = machines.address
         machines.runtime.close()
-        with pytest.raises(
-            (FarmError, UserError), match=r"stranger.sim:BACKEND cannot be imported on .*no module stranger"
-        ):
+        with pytest.raises((FarmError, UserError), match="stranger.sim:BACKEND cannot be imported on .*no module"):
             embodied.train(parse_config(settings, "test"), runs_dir=folder / "runs")
 
 
@@ -133,12 +129,11 @@ def test_an_installed_package_s_entry_points_are_names(folder: Path) -> None:
     offered(folder, "workflows", "halved = stranger.flow:MINE")
     assert backend("point") is backend("stranger.sim:BACKEND")
     assert backend("tabletop").name == "tabletop", "a shipped name cannot be replaced"
-    settings = stranger.settings(
-        env={"task": "point/reach", "num_envs": 4}, policy={"kind": "linear"}, workflow="halved"
-    )
-    run = Path(embodied.train(parse_config(settings, "test"))["run"])
+    env = {"task": "point/reach", "num_envs": 4}
+    settings = stranger.settings(env=env, policy={"kind": "linear"}, workflow="halved")
+    run = embodied.train(parse_config(settings, "test")).run
     assert load_config(str(run / "config.yaml")).named_code == {}, "what is installed is no code of the run's"
-    assert embodied.evaluate(run)["episodes"] == 4
+    assert embodied.evaluate(run).episodes == 4
     assert policies.load(run / "checkpoints/000003").kind == "linear"
     assert expand(["point"]) == ("point/reach", "point/reach_again")
 
@@ -155,9 +150,7 @@ def test_an_entry_point_that_cannot_be_used_names_its_package_and_the_cause(fold
         check_task("wrong/reach")
     with pytest.raises(FarmError, match=r"stranger 1\.2 and .*other 1\.2 both offer 'twice'|other .* and .*stranger"):
         check_task("twice/reach")
-    with pytest.raises(
-        PolicyError, match="the entry point 'deaf' is no policy: it lacks the methods evaluate, value, arc"
-    ):
+    with pytest.raises(PolicyError, match="the entry point 'deaf' is no policy: it lacks the methods evaluate, val"):
         policy_class("deaf")
     with pytest.raises(UserError, match="list is a function, not an embodied.workflows.Recipe"):
         recipe_of(parse_config({"workflow": "list"}, "test"))
@@ -181,18 +174,12 @@ def test_an_unknown_name_is_refused_with_the_nearest_entry_point(folder: Path) -
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (
-            "strangr.sim:BACKEND/reach",
-            "strangr.sim:BACKEND cannot be imported on .*: there is no module strangr in the cur",
-        ),
+        ("strangr.sim:BACKEND/reach", "strangr.sim:BACKEND cannot be imported on .*: there is no module strangr in"),
         ("stranger.sin:BACKEND/reach", "there is no module stranger.sin in the current folder"),
         ("stranger.sim:BACKND/reach", r"the module stranger.sim \(.*sim.py\) has no BACKND; did you mean BACKEND\?"),
         ("stranger.sim:tabeltop/reach", r"has no tabeltop; did you mean tabletop\?"),
         ("stranger.sim:Point/reach", "stranger.sim:Point is the class Point, not a sim_farm.contract.Backend"),
-        (
-            "stranger.sim:BACKEND/raech",
-            "unknown task 'stranger.sim:BACKEND/raech'; did you mean stranger.sim:BACKEND/reach",
-        ),
+        ("stranger.sim:BACKEND/raech", "unknown task 'stranger.sim:BACKEND/raech'; did you mean stranger.sim:B"),
         ("stranger.sim:BACKEND", "a task is named <simulator>/<task>"),
         ("stranger.sim:/reach", "code is named package.module:NAME, got 'stranger.sim:'"),
         ("../sim:BACKEND/reach", "a task is named|code is named|unknown simulator"),
@@ -217,10 +204,7 @@ def test_a_simulator_that_cannot_be_is_refused(task: str, message: str, folder: 
     [
         ("strangr.policy:Linear", "there is no module strangr in the current folder"),
         ("stranger.policy:Liner", r"has no Liner; did you mean Linear\?"),
-        (
-            "stranger.policy:Deaf",
-            "stranger.policy:Deaf is no policy: it lacks the methods evaluate, value, architecture",
-        ),
+        ("stranger.policy:Deaf", "stranger.policy:Deaf is no policy: it lacks the methods evaluate, value, arch"),
         ("stranger.policy:Stranger", "is not derived from policies.Policy and lacks the methods evaluate, value, arch"),
         ("stranger.sim:BACKEND", "stranger.sim:BACKEND is a Backend, not a class derived from policies.Policy"),
     ],
@@ -250,3 +234,12 @@ def test_nothing_is_imported_before_it_is_used(folder: Path) -> None:
 
 def test_the_laws_of_a_simulator_are_checked_by_its_name(folder: Path) -> None:
     physics_is_a_function_of_seed_and_actions(TaskSpec(TASK))
+
+
+def test_a_simulator_that_executes_less_than_a_chunk_is_refused(folder: Path) -> None:
+    text = stranger.SIMULATOR.replace("actions[: 20 - self.steps]", "actions[:1]")
+    (folder / "stranger/sim.py").write_text(text)
+    physics = make_physics(TaskSpec(TASK))
+    physics.reset(EpisodeSpec(1))
+    with pytest.raises(FarmError, match=f"{TASK} executed 1 of 3 actions, and its episode goes on"):
+        physics.step(np.zeros((3, 2), np.float32))

@@ -196,6 +196,7 @@ def test_environments_that_share_a_model_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("task", [BOWL, "libero/libero_10/3", "libero/libero_90/88"])
 def test_converted_initial_states_are_those_of_the_pickles(task: str) -> None:
     found = tasks.find_task(task)
+    assert found.initial is not None
     assert np.array_equal(tasks.initial_states(found), torch.load(found.initial, weights_only=False))
 
 
@@ -203,12 +204,15 @@ def test_all_130_tasks_have_fifty_initial_states_and_an_instruction() -> None:
     assert len(ALL) == 130
     for name in ALL:
         task = tasks.find_task(name)
+        assert task.initial is not None
         assert len(tasks.read_pickled_array(task.initial.read_bytes(), task.initial)) == 50
         assert task.instruction and task.bddl.is_file()
 
 
 def test_a_damaged_file_of_initial_states_is_refused(tmp_path: Path) -> None:
-    source = tasks.find_task(BOWL).initial.read_bytes()
+    initial = tasks.find_task(BOWL).initial
+    assert initial is not None
+    source = initial.read_bytes()
     for damaged in (source[: len(source) // 2], b"", b"not a pickle"):
         with pytest.raises(FarmError, match="damaged"):
             tasks.read_pickled_array(damaged, tmp_path / "x")

@@ -85,13 +85,14 @@ def test_an_edited_goal_and_other_initial_states_are_another_task_and_reported(t
     edited = re.sub(r"\(Open wooden_cabinet_1_middle_region\)", "(Open wooden_cabinet_1_top_region)", text)
     assert edited != text
     Path(bddl).write_text(edited)
-    states = tasks.find_task(f"libero/{TASK}").initial.name
+    initial = tasks.find_task(f"libero/{TASK}").initial
+    assert initial is not None
     another = next(copy.glob("init_files/libero_goal/*_bowl_*.pruned_init"))
-    shutil.copyfile(another, another.with_name(states))
+    shutil.copyfile(another, another.with_name(initial.name))
     changed, foreign, _ = files_with(tmp_path / "elsewhere", str(home / ".libero"))
     assert changed != digest and len(foreign) == 2
     assert foreign[0] == f"{bddl} is not LIBERO's own file (named by {home}/.libero/config.yaml)"
-    assert states in foreign[1]
+    assert initial.name in foreign[1]
 
 
 @pytest.mark.slow

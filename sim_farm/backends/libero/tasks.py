@@ -65,7 +65,7 @@ def _own_suites() -> dict[str, Any]:
 
 
 def find_task(name: str) -> LiberoTask:
-    """The task called `libero/<suite>/<index>`, in any simulator's place: `my_package.my_tasks:libero/<suite>/<index>`."""
+    """The task called `libero/<suite>/<index>`, or `my_package.my_tasks:libero/<suite>/<index>`."""
     _, suite, index = name.split("/")
     return _suite(suite)[int(index)]
 

@@ -80,7 +80,8 @@ def instruction_of(task: str) -> str:
         return " ".join(words).lower()
     if not isinstance(found, str) or not 0 < len(found.encode()) <= INSTRUCTION_BYTES:
         raise FarmError(
-            f"{cls.__name__}.instruction of {task} is a text of 1 to {INSTRUCTION_BYTES} bytes, got {str(found)[:100]!r}"
+            f"{cls.__name__}.instruction, of {task}, is a text of 1 to {INSTRUCTION_BYTES} bytes, got "
+            f"{str(found)[:100]!r}"
         )
     return found
 
