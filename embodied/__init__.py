@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from embodied.config.schema import Config
-    from embodied.loaded_policy import LoadedPolicy
-    from embodied.results import EvaluationResult, RecordingResult, TrainingResult
+    from embodied.reporting.results import EvaluationResult, RecordingResult, TrainingResult
+    from embodied.rollout.loaded_policy import LoadedPolicy
     from embodied.training.callbacks import Callback
 
 # Nothing heavy is imported here: `embodied doctor` must run where the packages it looks for are missing.
@@ -78,7 +78,7 @@ def train(
     """
     from embodied.commands.train import train_run
     from embodied.config.files import with_settings
-    from embodied.results import TrainingResult
+    from embodied.reporting.results import TrainingResult
 
     name = config if isinstance(config, str) else "run"
     config = load_config(config) if isinstance(config, str) else config
@@ -96,7 +96,7 @@ def evaluate(
     `code`: what the run's configuration may name as `package.module:NAME`.
     """
     from embodied.commands.evaluate import evaluate_run
-    from embodied.results import EvaluationResult
+    from embodied.reporting.results import EvaluationResult
 
     config = _settings_of(run, code, {f"eval.{key}": value for key, value in settings.items()}, "embodied.evaluate")
     folder = None if checkpoint is None else Path(checkpoint)
@@ -116,7 +116,7 @@ def record(
     """Record episodes of a run's policy, or of a configuration's, as a dataset in LeRobot's layout in the folder `out`,
     as `embodied record` does. `settings` are other values of its settings by their keys."""
     from embodied.commands.record import record_run
-    from embodied.results import RecordingResult
+    from embodied.reporting.results import RecordingResult
 
     config = _settings_of(run, code, settings or {}, "embodied.record")
     folder = None if checkpoint is None else Path(checkpoint)
@@ -135,7 +135,7 @@ def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Col
 
     `code`: what the run's configuration may name as `package.module:NAME`.
     """
-    from embodied import loaded_policy
+    from embodied.rollout import loaded_policy
 
     return loaded_policy.load_policy(run, checkpoint, code)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import embodied
 from embodied.evaluation.folder import read_folder
-from embodied.results import EvaluationResult
+from embodied.reporting.results import EvaluationResult
 
 
 def main(run: str = "runs/example-train") -> EvaluationResult:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import embodied
-from embodied.results import TrainingResult
+from embodied.reporting.results import TrainingResult
 from embodied.training.callbacks import IterationEnd
 
 SETTINGS: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import embodied
 from embodied.errors import UserError
 from embodied.reporting.metrics import read
-from embodied.results import TrainingResult
+from embodied.reporting.results import TrainingResult
 from embodied.training.callbacks import IterationEnd
 
 SETTINGS: dict[str, Any] = {
