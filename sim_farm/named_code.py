@@ -28,7 +28,8 @@ def named(reference: str, error: type[Exception], others: Sequence[str] = ()) ->
         valid = [*(known for known in vars(module) if not known.startswith("_")), *others]
         near = difflib.get_close_matches(attribute, valid, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise error(f"the module {module.__name__} ({module.__file__}) has no {attribute}{hint}") from cause
+        where = f"the module {module.__name__} ({module.__file__})"
+        raise error(f"{reference}: {where} has no {attribute}{hint}") from cause
 
 
 def module_of(reference: str, error: type[Exception]) -> ModuleType:

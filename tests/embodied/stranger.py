@@ -1,4 +1,4 @@
-"""A stranger's package: a simulator, a policy and a workflow that this project does not know, as text."""
+"""A stranger's package: a simulator, a policy, a workflow and a ManiSkill task that nobody here knows, as text."""
 
 from __future__ import annotations
 
@@ -96,6 +96,18 @@ def halved(batch, config):
 
 MINE = replace(PPO, name="mine", estimator=halved)
 """
+TASKS = """
+from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv
+from mani_skill.utils.registration import register_env
+
+
+@register_env("PushGently-v1", max_episode_steps=12)
+class PushGently(PushCubeEnv):
+    instruction = "push the cube gently"
+
+    def compute_normalized_dense_reward(self, obs, action, info):
+        return super().compute_normalized_dense_reward(obs, action, info) - 0.1 * action.square().mean(-1)
+"""
 NAMES = {"env.task": "stranger.sim:BACKEND", "policy.kind": "stranger.policy:Linear", "workflow": "stranger.flow:MINE"}
 """By key, the code that `settings` names."""
 
@@ -103,7 +115,8 @@ NAMES = {"env.task": "stranger.sim:BACKEND", "policy.kind": "stranger.policy:Lin
 def write(folder: Path) -> None:
     """Write the package `stranger` into the folder."""
     (folder / "stranger").mkdir()
-    for name, text in {"__init__": "", "sim": SIMULATOR, "policy": POLICY, "flow": WORKFLOW}.items():
+    texts = {"__init__": "", "sim": SIMULATOR, "policy": POLICY, "flow": WORKFLOW, "tasks": TASKS}
+    for name, text in texts.items():
         (folder / "stranger" / f"{name}.py").write_text(text)
 
 

@@ -46,6 +46,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] in ("stranger", "broken")]:
         del sys.modules[name]
+    if "mani_skill" in sys.modules:
+        from gymnasium.envs.registration import registry
+        from mani_skill.utils.registration import REGISTERED_ENVS
+
+        for known in (registry, REGISTERED_ENVS):
+            known.pop("PushGently-v1", None)
 
 
 def offered(folder: Path, group: str, *lines: str, package: str = "stranger") -> None:
@@ -106,6 +112,22 @@ def test_the_command_trains_evaluates_and_goes_on_on_ray(folder: Path) -> None:
     assert main(["train", "mine.yaml", "--name", "parts", "--resume", "auto", *ray]) == 0
     assert_same_run(folder / "runs/parts", folder / "runs/whole")
     assert main(["eval", "parts", *TYPED, *ray, "--folder", "found"]) == 0
+
+
+@pytest.mark.slow
+def test_an_own_maniskill_task_trains_on_ray_as_inline_and_a_killed_physics_worker_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"task": "stranger.tasks:maniskill/PushGently-v1", "num_envs": 2, "cameras": 1, "image_size": 32}
+    policy = {"kind": "flow", "reads": ["proprio", "images"], "options": {"encoder": "cnn", "features": 16}}
+    kinds = {"env": env, "policy": policy, "iterations": 2, "rollout": {"decisions": 8}}
+    embodied.train(parse_config(stranger.settings(name="inline", **kinds), "test"))
+    lost = Path("faults.json").resolve()
+    lost.write_text(json.dumps([{"worker": "physics 1", "phase": "step", "kind": "kill", "nth": 5}]))
+    monkeypatch.setenv(faults.VARIABLE, str(lost))
+    embodied.train(parse_config(stranger.settings("ray", name="ray", **kinds), "test"))
+    assert Path(f"{lost}.fired-0").exists(), "the fault has not struck"
+    assert_same_run(folder / "runs/ray", folder / "runs/inline")
 
 
 @pytest.mark.slow
