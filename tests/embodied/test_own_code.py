@@ -118,7 +118,7 @@ def test_the_command_trains_evaluates_and_goes_on_on_ray(folder: Path) -> None:
 def test_an_own_maniskill_task_trains_on_ray_as_inline_and_a_killed_physics_worker_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    env = {"task": "stranger.tasks:maniskill/PushGently-v1", "num_envs": 2, "cameras": 1, "image_size": 32}
+    env = {"task": "stranger.tasks:maniskill/PushGently-v1", "num_envs": 4, "cameras": 1, "image_size": 32}
     policy = {"kind": "flow", "reads": ["proprio", "images"], "options": {"encoder": "cnn", "features": 16}}
     kinds = {"env": env, "policy": policy, "iterations": 2, "rollout": {"decisions": 8}}
     embodied.train(parse_config(stranger.settings(name="inline", **kinds), "test"))
