@@ -130,6 +130,24 @@ def test_an_episode_is_that_of_the_bare_environment(spec: TaskSpec) -> None:
     bare.close()
 
 
+def test_a_picture_is_that_of_the_bare_environment() -> None:
+    """Of an environment that its authors draw with pygame, and larger than what is asked for."""
+    pytest.importorskip("pygame")
+    spec = replace(CART_POLE, cameras=1, image_size=64)
+    bare = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    with closing(make_physics(spec)) as physics, closing(make_renderer(spec)) as renderer:
+        scenes = [physics.reset(EpisodeSpec(3)).scene, physics.step(np.array([[0], [0], [1]], np.float32)).scene]
+        bare.reset(seed=3)
+        for scene, then in zip(scenes, ((0, 0, 1), ()), strict=True):
+            whole: Any = bare.render()
+            own = Image.fromarray(whole).resize((64, 64), Image.Resampling.BILINEAR)
+            assert np.array_equal(renderer.render([scene], ["render"])["render"][0], np.array(own))
+            assert np.array(own).std() > 1
+            for action in then:
+                bare.step(action)
+    bare.close()
+
+
 def own_action(spec: TaskSpec, action: np.ndarray) -> Any:
     """The action as the bare environment takes it."""
     if spec is CART_POLE:
