@@ -26,6 +26,8 @@ class TrainArguments:
     """Train once with each seed, one after the other, and compare: runs NAME-seed1, ... and the page NAME.html."""
     sweep: tuple[str, ...] = ()
     """Train with each value of a setting, `optim.policy_lr=1e-4,3e-4`; of several settings, each combination."""
+    dry_run: bool = False
+    """Check everything and print shapes, memory and placement; start no worker and train nothing."""
     cluster: str | None = None
     """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
     runs_dir: Path = RUNS

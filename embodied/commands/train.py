@@ -28,6 +28,10 @@ def run(args: Arguments) -> dict[str, Any]:
     if args.cluster is not None:
         runtime = settings.runtime.model_copy(update={"address": args.cluster})
         settings = settings.model_copy(update={"runtime": runtime})
+    if args.dry_run:
+        from embodied.training.dry_run import dry_run
+
+        return dry_run(settings)
     if args.seeds or args.sweep:
         return train_variants(settings, args.config, args.runs_dir, args.resume == "auto", args.seeds, args.sweep)
     return train_run(settings, args.config, args.runs_dir, args.resume == "auto")

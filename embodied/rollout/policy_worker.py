@@ -27,9 +27,10 @@ from embodied.runtime.shared_tensors import SharedTensors
 from embodied.trajectories.memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
-from policies.contract import Action, Inputs, Policy
+from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
+from sim_farm.contract import TaskInfo
 
 FarmTasks: TypeAlias = Farm | FarmAddress
 """Tasks of a farm that is attached, or of one that may be out of reach."""
@@ -74,7 +75,7 @@ class ActingPolicy(WeightsLoader):
         """The memory that trajectories are written into, for decisions as the policy takes them."""
         cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
         shape = MemoryShape(self._settings.rounds + 1, sum(spec.num_envs for spec in self._tasks.specs), cameras)
-        inputs = self._blank_inputs()
+        inputs = blank_inputs(self.policy.spec, self._tasks.infos[0], self._settings.reads)
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
     # --- weights
@@ -112,17 +113,17 @@ class ActingPolicy(WeightsLoader):
         """Load weights that were checked."""
         self.policy.load_state_dict(dict(state), strict=False)
 
-    def _blank_inputs(self) -> Inputs:
-        """One observation without content, as the policy reads them."""
-        spec, reads, size = self.policy.spec, self._settings.reads, self.policy.spec.image_size
-        info = self._tasks.infos[0]
-        return Inputs(
-            state=torch.zeros(1, info.state_dim) if "state" in reads else None,
-            proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
-            frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in spec.cameras},
-            instruction=("do nothing",) if "instruction" in reads else (),
-            episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
-        )
+
+def blank_inputs(spec: PolicySpec, info: TaskInfo, reads: Sequence[str]) -> Inputs:
+    """One observation of the task without content, as a policy of these sizes reads it."""
+    size = spec.image_size
+    return Inputs(
+        state=torch.zeros(1, info.state_dim) if "state" in reads else None,
+        proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
+        frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in spec.cameras},
+        instruction=("do nothing",) if "instruction" in reads else (),
+        episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
+    )
 
 
 class PolicyReplica(ActingPolicy):

@@ -12,6 +12,7 @@ import yaml
 
 from embodied import cli
 from embodied.config.files import CONFIGS, load_config, shipped_configs
+from embodied.training.dry_run import dry_run
 from embodied.training.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
 from tests import libero_assets
@@ -241,3 +242,22 @@ def test_what_a_checkpoint_leaves_open_is_reported_once(caplog: pytest.LogCaptur
         check_policy(config)
     (sentence,) = (message for message in caplog.messages if "z-scores" in message)
     assert "policy.options.normalisation: quantile" in sentence
+
+
+def test_a_dry_run_says_shapes_memory_and_placement_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = dry_run(load_config("openvla_small"))
+    assert [task["name"] for task in found["tasks"]] == ["tabletop/reach_red", "tabletop/reach_blue"]
+    assert found["policy"]["reads"] == "front [B, 56, 56, 3] and instruction [B texts]"
+    assert found["policy"]["action_chunk"] == "[B, 1, 3]"
+    iteration = found["iteration"]
+    assert (iteration["samples"], iteration["minibatch"], iteration["optimiser_steps"]) == (2048, 512, 8)
+    assert found["bytes"]["frames"] >= 2048 * 56 * 56 * 3 > found["bytes"]["trajectories"] > 0
+    assert found["bytes"]["gradients_and_moments"] == 12 * found["policy"]["trained"]
+    assert "iteration: environments 32, samples 2,048" in capsys.readouterr().out
+    assert cli.main(["train", "reach", "--dry-run", "--env.task", "tabletop/rech"]) == 2
+
+
+def test_a_dry_run_of_episodes_and_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "reach_grpo", "--dry-run", "--plan.mode", "auto"]) == 0
+    said = capsys.readouterr().out
+    assert "samples at most 640" in said and "plan searched for when the run begins (auto)" in said

@@ -1,0 +1,136 @@
+"""`embodied train --dry-run`: shapes, memory and placement of a run, without a worker and without an update."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+from rich import get_console
+
+from embodied.config.schema import Config
+from embodied.devices import decide
+from embodied.execution.assignment import Assignment, configured, frame_rows, memory_rounds
+from embodied.rollout.policy_worker import blank_inputs
+from embodied.training.preflight import check_training
+from embodied.trajectories.memory import MemoryLayout, MemoryShape
+from embodied.workflows.context import check_same_sizes, make_policy, policy_spec, task_spec
+from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import rounds_of, tasks_of
+from policies.contract import Policy
+from sim_farm.contract import TaskInfo
+from sim_farm.shared_memory.frame_memory import nbytes_of
+from sim_farm.workers.hosts import InProcess
+
+GRADIENT_AND_MOMENTS = 3
+"""Numbers of four bytes that Adam and the backward pass keep for each trained parameter."""
+
+
+def dry_run(config: Config) -> dict[str, Any]:
+    """Check the run, ask one environment of each task for its sizes, and build the policy. Returns the figures that it
+    prints; raises as `check_training` does, and `PolicyError` for a policy that does not fit the task."""
+    check_training(config)
+    tasks = tasks_of(config)
+    infos = [InProcess().describe(task_spec(task)) for task in tasks]
+    spec = policy_spec(config, infos[0])
+    for task, info in zip(tasks, infos, strict=True):
+        check_same_sizes(spec, policy_spec(task, info), task.env.task)
+    policy = make_policy(config, spec)
+    found = {
+        "tasks": [_task(info) for info in infos],
+        "policy": _policy(config, policy, infos[0]),
+        "iteration": _iteration(config, infos),
+        "bytes": _bytes(config, policy, infos),
+        "placement": _placement(config),
+    }
+    for title, lines in found.items():
+        for line in lines if isinstance(lines, list) else [lines]:
+            text = ", ".join(f"{name.replace('_', ' ')} {_said(title, value)}" for name, value in line.items())
+            get_console().print(f"{title}: {text}", markup=False, highlight=False, soft_wrap=True)
+    return found
+
+
+def _said(title: str, value: Any) -> str:
+    if title == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _task(info: TaskInfo) -> dict[str, Any]:
+    return {
+        "name": info.spec.name,
+        "action": info.action_dim,
+        "state": info.state_dim,
+        "proprio": info.proprio_dim,
+        "cameras": " and ".join(info.cameras) or "none",
+        "at_most_env_steps": info.max_episode_steps,
+    }
+
+
+def _policy(config: Config, policy: Policy, info: TaskInfo) -> dict[str, Any]:
+    inputs = blank_inputs(policy.spec, info, config.policy.reads)
+    parts = {"state": inputs.state, "proprio": inputs.proprio, **inputs.frames}
+    shapes = [f"{name} {['B', *tensor.shape[1:]]}" for name, tensor in parts.items() if tensor is not None]
+    shapes += ["instruction [B texts]"] if inputs.instruction else []
+    return {
+        "kind": config.policy.kind,
+        "reads": " and ".join(shapes).replace("'", ""),
+        "action_chunk": f"[B, {policy.spec.chunk}, {policy.spec.action_dim}]",
+        "parameters": _count(policy),
+        "trained": _count(policy, trained=True),
+        "device": config.policy.device,
+    }
+
+
+def _count(policy: Policy, trained: bool = False) -> int:
+    return sum(p.numel() for p in policy.parameters() if p.requires_grad or not trained)
+
+
+def _iteration(config: Config, infos: list[TaskInfo]) -> dict[str, Any]:
+    """Numbers of an iteration; of whole episodes the most that there can be."""
+    optim = config.optim
+    environments = sum(task.env.num_envs for task in tasks_of(config))
+    samples = environments * rounds_of(config, [info.max_episode_steps for info in infos])
+    minibatch = min(optim.minibatch or samples, samples)
+    return {
+        "environments": environments,
+        "samples" if recipe_of(config).rollout == "decisions" else "samples_at_most": samples,
+        "epochs": optim.epochs,
+        "minibatch": minibatch,
+        "micro_batch": min(optim.micro_batch or minibatch, minibatch),
+        "optimiser_steps": optim.epochs * math.ceil(samples / minibatch),
+    }
+
+
+def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, int]:
+    """Memory beside activations, which depend on the micro-batch."""
+    inputs = blank_inputs(policy.spec, infos[0], config.policy.reads)
+    rounds = memory_rounds(config, 0, infos)
+    columns = sum(task.env.num_envs for task in tasks_of(config))
+    shape = MemoryShape(rounds + 1, columns, policy.spec.cameras)
+    with torch.no_grad():
+        layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
+    frames = nbytes_of(frame_rows(config, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
+    return {
+        "weights": sum(p.numel() * p.element_size() for p in policy.parameters()),
+        "gradients_and_moments": GRADIENT_AND_MOMENTS * 4 * _count(policy, trained=True),
+        "trajectories": sum(field.nbytes for field in layout.fields.values()),
+        "frames": frames if policy.spec.cameras else 0,
+    }
+
+
+def _placement(config: Config) -> dict[str, Any]:
+    if config.plan.mode != "configured" or config.plan.file is not None:
+        return {"plan": config.plan.file or f"searched for when the run begins ({config.plan.mode}): `embodied plan`"}
+    found: Assignment = configured(
+        config.model_copy(update={"farm": config.farm.model_copy(update={"nodes": ()})}),
+        tuple(sorted(os.sched_getaffinity(0))),
+    )
+    if config.runtime.mode == "inline":
+        return {"all": "in this process, in order (runtime.mode inline)"}
+    workers: dict[str, Any] = {
+        "physics_workers": sum(len(farm.physics) for farm in found.farms),
+        "render_workers": sum(len(farm.render) for farm in found.farms) or "none (physics workers draw)",
+    }
+    return workers | {name: f"{len(places)} x {places[0].threads} threads" for name, places in found.components.items()}
