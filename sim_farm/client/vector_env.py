@@ -118,8 +118,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         self.metadata = {"autoreset_mode": mode, "render_modes": []}
         self.single_observation_space = _observation_space(info, shown)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        low, high = (np.array(bound, np.float32) for bound in (info.action_low, info.action_high))
-        self.single_action_space = gymnasium.spaces.Box(low, high, dtype=np.float32)
+        self.single_action_space = _action_space(info)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._farm, self._host, self._shown, self._mode = farm, host, shown, mode
         self._streams = [np.random.default_rng() for _ in range(self.num_envs)]
@@ -163,7 +162,8 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         return self._observed(seen), _masked(which, instruction=_objects(seen.instruction, which))
 
     def step(self, actions: np.ndarray) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Execute `actions` [B, A]. Raises `FarmError`; where a worker failed, everything is closed then."""
+        """Execute `actions` [B, A], or choices [B] where actions are discrete. Raises `FarmError`; where a worker failed,
+        everything is closed then."""
         self.step_async(actions)
         return self.step_wait()
 
@@ -279,7 +279,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
     # --- what is given
 
     def _chunks(self, actions: np.ndarray) -> np.ndarray:
-        """The actions as chunks of one, float32 [B, 1, A]."""
+        """The actions, [B, A] or choices [B], as chunks of one, float32 [B, 1, A]."""
         try:
             given = np.asarray(actions, np.float32)
         except (TypeError, ValueError):
@@ -287,9 +287,10 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         if given.shape != self.action_space.shape:
             raise FarmError(f"actions have shape {list(self.action_space.shape or ())}, got {list(given.shape)}")
         if not np.isfinite(given).all():
-            env, place = np.argwhere(~np.isfinite(given))[0].tolist()
-            raise FarmError(f"actions are finite numbers: that of environment {env} has {given[env, place]} at {place}")
-        return given[:, None]
+            flat = given.reshape(self.num_envs, -1)
+            env, place = np.argwhere(~np.isfinite(flat))[0].tolist()
+            raise FarmError(f"actions are finite numbers: that of environment {env} has {flat[env, place]} at {place}")
+        return given.reshape(self.num_envs, 1, self.task_info.action_dim)
 
     def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
         if seed is None:
@@ -317,6 +318,13 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
     def _check_open(self) -> None:
         if self.closed:
             raise FarmError("these environments are closed; make others with sim_farm.vector_env")
+
+
+def _action_space(info: TaskInfo) -> gymnasium.Space[Any]:
+    if info.discrete_actions:
+        return gymnasium.spaces.Discrete(info.discrete_actions)
+    low, high = (np.array(bound, np.float32) for bound in (info.action_low, info.action_high))
+    return gymnasium.spaces.Box(low, high, dtype=np.float32)
 
 
 def _observation_space(info: TaskInfo, shown: Shown) -> gymnasium.Space[Any]:

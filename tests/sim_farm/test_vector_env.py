@@ -372,3 +372,14 @@ def test_stable_baselines3_gets_what_its_own_loop_would_give() -> None:
                     assert_equal(one["terminal_observation"], two["terminal_observation"])
                     assert one["is_success"] == two["success"]
                     assert (one["episode"]["r"], one["episode"]["l"]) == (two["episode"]["r"], two["episode"]["l"])
+
+
+def test_choices_are_discrete_actions() -> None:
+    envs = sim_farm.vector_env("gymnasium/CartPole-v1", 2, workers=1, max_episode_steps=LIMIT)
+    bare = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1", max_episode_steps=LIMIT)] * 2)
+    with closing(envs), closing(bare):
+        assert envs.single_action_space == bare.single_action_space == gymnasium.spaces.Discrete(2)
+        assert_equal(envs.reset(seed=3)[0], bare.reset(seed=3)[0])
+        for choices in np.random.default_rng(0).integers(0, 2, (LIMIT, 2)):
+            ours, theirs = envs.step(choices), bare.step(choices)
+            assert_equal(ours[:4], theirs[:4])
