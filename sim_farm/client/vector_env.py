@@ -162,7 +162,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         return self._observed(seen), _masked(which, instruction=_objects(seen.instruction, which))
 
     def step(self, actions: np.ndarray) -> tuple[Batch, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Execute `actions` [B, A], or choices [B] where actions are discrete. Raises `FarmError`; where a worker failed,
+        """Execute `actions` [B, A], or choices [B] where they are discrete. Raises `FarmError`; where a worker failed,
         everything is closed then."""
         self.step_async(actions)
         return self.step_wait()
