@@ -279,9 +279,10 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
         for result in as_they_end(lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes):
             folder.add(result)
             if not math.isfinite(result.total_reward):
+                lost = "" if exact_replay(result.task) else ", or a worker was lost"
                 _say(
                     f"{result.task}, trial {result.trial}: after {result.length} env steps a number of the "
-                    "simulator's was not finite; the episode counts as failed"
+                    f"simulator's was not finite{lost}; the episode counts as failed"
                 )
             bar.advance()
     worker.call(Evaluator.end)

@@ -1,4 +1,4 @@
-"""A simulator that declares what it cannot keep: lost episodes end as broken ones, and nobody else draws its pictures."""
+"""A simulator that declares what it cannot keep: lost episodes end as broken ones, and no other process draws."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Row, Trace, assert_same, drive, run
 from tests.sim_farm.test_workers import Fate, run_with
-
 
 
 def reach(spec: TaskSpec) -> TaskSpec:
