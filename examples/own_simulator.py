@@ -2,7 +2,7 @@
 
     python examples/own_simulator.py
 
-The contract is `sim_farm.contract`; the laws that a simulator keeps are in tests/sim_farm/conformance.py.
+The contract is `sim_farm.contract`; the laws that a simulator keeps are in sim_farm/conformance/.
 """
 
 from __future__ import annotations

@@ -73,6 +73,18 @@ def has_cameras(task: str) -> bool:
     return backend(task.partition("/")[0]).make_renderer is not None
 
 
+def exact_replay(task: str) -> bool:
+    """True if the task's episodes can be replayed (`Backend.exact_replay`). Imports no simulator that is ours."""
+    simulator = task.partition("/")[0]
+    return simulator in CATALOGUE or backend(simulator).exact_replay
+
+
+def exact_split(task: str) -> bool:
+    """True if processes of their own may draw the task (`Backend.exact_split`). Imports no simulator that is ours."""
+    simulator = task.partition("/")[0]
+    return simulator in CATALOGUE or backend(simulator).exact_split
+
+
 def foreign_suite(name: str) -> str:
     """The end of a message about a task or suite of a simulator that has suites, and this one not; empty elsewhere."""
     simulator, _, task = name.partition("/")

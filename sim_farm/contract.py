@@ -3,7 +3,8 @@
 A backend is one module with a `Physics` class (steps one environment; never draws a picture), a
 `Renderer` class (draws pictures of scenes; never steps), and a `BACKEND` by which tasks name it. The two
 may live in different processes: all that travels from one to the other is `PhysicsResult.scene`.
-The conformance suite in `tests/sim_farm/conformance.py` states the laws a backend must keep.
+The conformance suite `sim_farm.conformance` states the laws a backend must keep, and says what the farm cannot promise
+where it does not.
 
 Symbols in shapes: C actions of a chunk, A action dimensions, P proprioception, S state, n executed
 steps (n <= C), H x W pixels, N scenes.
@@ -248,6 +249,12 @@ class Backend:
     """The files of the task `<backend>/<task>`; None: its tasks are all in the simulator's code."""
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
     """Device of this process's renderers: its name, and its UUID or PCI address if it has one."""
+    exact_replay: bool = True
+    """Equal episodes and actions give equal results, to the last bit, in any process. False: a physics worker that is
+    lost costs its episodes, a resumed run begins new ones, and nothing is filmed or recorded, which is to replay."""
+    exact_split: bool = True
+    """A scene gives the same picture, to the last bit, in any process. False: the processes that step also draw, and
+    there are no render workers."""
     prepare: Callable[[], None] = lambda: None
     """Makes the simulator's packages importable, before a module that registers tasks of its own imports them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -76,6 +77,30 @@ print(renderer.render([scene], renderer.info.cameras)["front"].std() > 1)
 """
     assert python(installed, tmp_path, "-c", code).split() == ["True"]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("package", "named"),
+    [("sim_farm", ("--backend", "own_simulator:BACKEND/reach")), ("policies", ("--policy", "own_policy:Linear"))],
+)
+def test_the_conformance_suite_is_one_command(
+    package: str, named: tuple[str, str], installed: Path, tmp_path: Path
+) -> None:
+    for name in ("own_simulator", "own_policy"):
+        shutil.copy(ROOT / "examples" / f"{name}.py", tmp_path)
+    suite = ("--pyargs", f"{package}.conformance", *named, "--report", "report.json")
+    printed = python(installed, tmp_path, "-m", "pytest", "-q", *suite)
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = [law["outcome"] for law in report["laws"]]
+    assert report["examined"] == named[1] and set(found) == {"holds", "not applicable"}
+    assert f"the laws of {named[1]}: {found.count('holds')} hold, {found.count('not applicable')} not" in printed
+
+
+def test_pytest_knows_the_suite_s_options_only_where_it_is_named(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(
+        "def test_own(request):\n    assert not hasattr(request.config.option, 'backend')"
+    )
+    assert "1 passed" in python(installed, tmp_path, "-m", "pytest", "-q", "test_own.py")
 
 
 @pytest.mark.slow

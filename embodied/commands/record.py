@@ -24,6 +24,7 @@ from embodied.run.saved_settings import find_run
 from embodied.runtime.handles import Handle
 from embodied.training.preflight import check_evaluation
 from embodied.workflows.context import policy_spec, task_spec
+from sim_farm.catalogue import exact_replay
 from sim_farm.client.episode_replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import episode_seed
@@ -85,6 +86,11 @@ def record_run(
         raise UserError("--instructions: one of the wordings is empty")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
     check_evaluation(config, (config.env.task,))
+    if not exact_replay(config.env.task):
+        raise UserError(
+            f"{config.env.task} declares exact_replay=False: recordings are replays of what the policy did, and its "
+            "episodes cannot be replayed"
+        )
     begin = time.monotonic()
     with new_folder(out) as aside, open_session(config) as session:
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.

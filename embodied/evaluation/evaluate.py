@@ -36,7 +36,7 @@ from embodied.execution.assignment import configured, farm_spec
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import write_whole
-from embodied.reporting.live import duration, optional, steps
+from embodied.reporting.live import duration, optional, steps, tell
 from embodied.reporting.tables import evaluation_table
 from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator, summarise
 from embodied.run import checkpoint
@@ -44,7 +44,7 @@ from embodied.runtime.handles import Handle
 from embodied.statistics import paired_difference
 from embodied.workflows.context import policy_spec, task_spec
 from policies.registry import policy_class
-from sim_farm.catalogue import has_cameras, task_files, versions
+from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
@@ -156,8 +156,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         f"{_weights_of(subject)}; {hardware()}",
     }
     write_result(folder.path, result)
-    seen = [outcome for outcome in outcomes if has_cameras(outcome.task)]
-    if subject.config.eval.videos and seen:
+    filmed = _filmed(protocol.tasks) if subject.config.eval.videos else set[str]()
+    if seen := [outcome for outcome in outcomes if outcome.task in filmed]:
         seen = worth_seeing(seen, subject.config.eval.videos)
         with optional("the film"):
             until_done(lambda: _film(subject, protocol, session, folder, seen), recovery, session, lambda: total)
@@ -218,11 +218,20 @@ def film_differences(
     above, below = Path(against).name, subject.name
     shown = [Shown(o, second.actions(o), f"{above}, episode {o.trial}") for _, o in pairs]
     shown += [Shown(o, first.actions(o), f"{below}, episode {o.trial}") for o, _ in pairs]
-    shown = [one for one in shown if has_cameras(one.outcome.task)]
+    filmed = _filmed(protocol.tasks)
+    shown = [one for one in shown if one.outcome.task in filmed]
     if shown:
         with optional("the film of the differences"):
             write_film(path, session, shown, partial(_simulated, subject, protocol), len(pairs))
     _show_in_run(first.path, subject)
+
+
+def _filmed(tasks: Sequence[str]) -> set[str]:
+    """Those of the tasks that can be filmed: seen by a camera, and replayed. Tells which cannot be replayed."""
+    seen = {task for task in tasks if has_cameras(task)}
+    for task in sorted(task for task in seen if not exact_replay(task)):
+        tell(f"No film of {task}: a film is a replay, and the simulator declares exact_replay=False")
+    return {task for task in seen if exact_replay(task)}
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
@@ -270,9 +279,10 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
         for result in as_they_end(lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes):
             folder.add(result)
             if not math.isfinite(result.total_reward):
+                lost = "" if exact_replay(result.task) else ", or a worker was lost"
                 _say(
                     f"{result.task}, trial {result.trial}: after {result.length} env steps a number of the "
-                    "simulator's was not finite; the episode counts as failed"
+                    f"simulator's was not finite{lost}; the episode counts as failed"
                 )
             bar.advance()
     worker.call(Evaluator.end)

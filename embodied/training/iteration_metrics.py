@@ -15,6 +15,7 @@ from embodied.rollout.rollout_summary import RolloutSummary
 from embodied.statistics import wilson
 from embodied.training.checkpoints import RECENT, Position
 from embodied.workflows.sizes import tasks_of
+from sim_farm.catalogue import exact_replay
 
 
 def iteration_row(
@@ -75,13 +76,15 @@ def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
 
 
 def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
-    """A note on episodes in which a reward or an observation was not finite, and which the learner leaves out."""
+    """A note on episodes in which a reward or an observation was not finite, or which a lost worker took with it, and
+    which the learner leaves out."""
     tasks = tasks_of(config)
     ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
     places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
-    return f"left out {count} episodes in which a reward or an observation was not finite" + (
-        f" ({places})" if places else ""
-    )
+    exact = all(exact_replay(task.env.task) for task in tasks)
+    lost = "" if exact else ", or that a lost worker took with it"
+    where = f" ({places})" if places else ""
+    return f"left out {count} episodes in which a reward or an observation was not finite{lost}{where}"
 
 
 def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from sim_farm.catalogue import exact_split
 from sim_farm.client import health
 from sim_farm.client.observations import Int, Observations, read
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec
@@ -350,7 +351,8 @@ class TaskFarm:
 
 
 def check_spec(spec: FarmSpec) -> None:
-    """Raise `FarmError` where the environments cannot be dealt out evenly, or a number is out of its range."""
+    """Raise `FarmError` where the environments cannot be dealt out evenly, a number is out of its range, or the
+    simulator's pictures depend on who draws them and render workers are to."""
     least = {"num_envs": 1, "chunk": 1, "groups": 1, "physics_workers": 1, "render_workers": 0}
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:
@@ -358,6 +360,11 @@ def check_spec(spec: FarmSpec) -> None:
     if spec.final_frames not in FINAL_FRAMES:
         raise FarmError(f"final_frames is one of {', '.join(FINAL_FRAMES)}, got {spec.final_frames!r}")
     check_division(spec.num_envs, spec.physics_workers, spec.groups)
+    if spec.render_workers and not exact_split(spec.task.name):
+        raise FarmError(
+            f"{spec.task.name} declares exact_split=False: another process draws another picture of a scene, so that "
+            f"there are no render workers; set farm.render_workers to 0, got {spec.render_workers}"
+        )
 
 
 def check_division(num_envs: int, physics_workers: int, groups: int) -> None:
@@ -407,6 +414,18 @@ def check_snapshot(snapshot: Mapping[str, np.ndarray], slots: Mapping[str, np.nd
     if lost.any():
         env, at = (int(i) for i in np.argwhere(lost)[0])
         raise _wrong(task, f"history of environment {env} has no finite action for step {at}, which it has executed")
+
+
+def without_episodes_under_way(snapshot: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The snapshot of a simulator whose episodes cannot be replayed: instead of each that was under way the next
+    begins."""
+    begun = snapshot["base_step"] > 0
+    return {
+        "base_episode": snapshot["base_episode"] + begun,
+        "base_step": np.zeros_like(snapshot["base_step"]),
+        "base_start": np.where(begun, ANY, snapshot.get("base_start", ANY)),
+        "history": snapshot["history"],
+    }
 
 
 def _wrong(task: TaskSpec, what: str) -> FarmError:

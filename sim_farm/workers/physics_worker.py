@@ -1,4 +1,5 @@
-"""The worker that steps environments, and brings those of a lost predecessor to where they were."""
+"""The worker that steps environments, and brings those of a lost predecessor to where they were, if their simulator can
+be replayed; else their episodes end."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import time
 import numpy as np
 
 from sim_farm import render_devices
+from sim_farm.catalogue import exact_replay
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult
 from sim_farm.registry import make_physics
 from sim_farm.shared_memory import slot_layout
@@ -27,6 +29,8 @@ class PhysicsWorker(Worker):
         self._draws = bool(setup.info.cameras)
         self._broken: set[int] = set()
         """Environments whose episode began with an observation that is not finite."""
+        self._lost: set[int] = set()
+        """Environments whose episode was lost with a predecessor, and ends with its next chunk."""
         bells = self.slots["bells"]
         self._next = {
             env: Doorbell(bells, spec.physics_workers + spec.renderer_of(env))
@@ -45,7 +49,10 @@ class PhysicsWorker(Worker):
             self._progress()
             self._client.ring()
         self._place_renderer()
-        self._replay_all()
+        if exact_replay(self.setup.spec.task.name):
+            self._replay_all()
+        else:
+            self._lose_all()
         self._report_memory()
         self._report(slot_layout.WAITING)
 
@@ -96,6 +103,7 @@ class PhysicsWorker(Worker):
         slots = self.slots
         start = int(slots["base_start" if slots["op"][env] == slot_layout.RESET else "next_start"][env])
         spec = self._episode(env, episode, start)
+        self._lost.discard(env)
         slots["episode"][env] = episode
         slots["start"][env] = start
         slots["episode_step"][env] = 0
@@ -133,6 +141,9 @@ class PhysicsWorker(Worker):
         if not slots["active"][env]:
             self._rest(env)
             return
+        if env in self._lost:
+            self._end_lost(env)
+            return
         base, action = int(slots["base_step"][env]), slots["action"][env]
         result = self._physics[env].step(action)
         self._strike("state", result.state)
@@ -160,6 +171,16 @@ class PhysicsWorker(Worker):
         wanted = self.setup.spec.final_frames
         wanted_now = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
         slots["draw_final"][env] = wanted_now and not broken
+        self._begin(env, int(slots["episode"][env]) + 1)
+
+    def _end_lost(self, env: int) -> None:
+        """Nothing is executed: an env step whose reward is not finite ends the episode, as a broken one."""
+        slots, base = self.slots, int(self.slots["base_step"][env])
+        self._rest(env)
+        slots["history"][env, base] = slots["action"][env][0]
+        slots["steps"][env], slots["reward"][env, 0], slots["terminated"][env] = 1, np.nan, True
+        slots["final_state"][env] = slots["final_proprio"][env] = 0
+        slots["final_instruction"][env] = slots["instruction"][env]
         self._begin(env, int(slots["episode"][env]) + 1)
 
     def _observe(self, env: int, result: PhysicsResult) -> None:
@@ -191,6 +212,28 @@ class PhysicsWorker(Worker):
             self._replay(env)
             self._progress()
 
+    def _lose_all(self) -> None:
+        """The episodes of a lost worker, whose simulator cannot be replayed, are over: none is continued.
+
+        What is pending ends them, or is a reset that begins another; finished work stays, and the next chunk does.
+        """
+        for env in self._envs:
+            if self.slots["simulated"][env]:
+                self._lost.add(env)
+                if self.slots["simulated"][env] < self.slots["requested"][env]:
+                    self._take_back(env)
+
+    def _take_back(self, env: int) -> EpisodeSpec | None:
+        """Undo partial results of pending work; the spec of the episode that it belongs to, None where there is
+        none."""
+        slots = self.slots
+        number, start = int(slots["base_episode"][env]), int(slots["base_start"][env])
+        spec = self._episode(env, number, start)
+        slots["episode"][env] = number
+        slots["start"][env] = start
+        slots["active"][env] = spec is not None
+        return spec
+
     def _replay(self, env: int) -> None:
         """Bring a new environment to the state of a lost worker's: the episode's seed and actions determine it.
 
@@ -198,14 +241,11 @@ class PhysicsWorker(Worker):
         work stays: its results are in the slot, and the client may collect them and submit more while this runs.
         """
         slots, physics = self.slots, self._physics[env]
-        pending = slots["simulated"][env] < slots["requested"][env]
-        keys = ("base_episode", "base_step", "base_start") if pending else ("episode", "episode_step", "start")
-        number, steps, start = (int(slots[key][env]) for key in keys)
-        spec = self._episode(env, number, start)
-        if pending:
-            slots["episode"][env] = number
-            slots["start"][env] = start
-            slots["active"][env] = spec is not None
+        if slots["simulated"][env] < slots["requested"][env]:
+            steps, spec = int(slots["base_step"][env]), self._take_back(env)
+        else:
+            steps = int(slots["episode_step"][env])
+            spec = self._episode(env, int(slots["episode"][env]), int(slots["start"][env]))
         if spec is None:
             return
         result = physics.reset(spec)

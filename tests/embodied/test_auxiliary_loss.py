@@ -14,10 +14,10 @@ from embodied.config.schema import LossConfig
 from embodied.learning.update import Denominators, LossFunction, LossSums, micro_batch_loss, read_losses
 from embodied.reporting.metrics import read as metrics_of
 from embodied.trajectories.batch import TensorDecisions
+from policies.conformance import laws
 from policies.contract import Policy, PolicyError, PolicySpec
 from policies.small.flow import FlowPolicy, StateCritic
 from tests.embodied.test_resume import IMAGES, config_of, run
-from tests.policies import conformance
 
 SPEC = PolicySpec(action_dim=2, chunk=2, state_dim=3, proprio_dim=2, cameras=("base",), image_size=16)
 ROWS = 12
@@ -26,15 +26,15 @@ ROWS = 12
 def make_policy(**options: Any) -> Policy:
     settings = {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [8], "critic_reads_state": True}
     policy = policies.build("flow", SPEC, seed=0, **settings | options)
-    policy.observe(conformance.random_inputs(SPEC, 50, seed=5))
-    conformance.perturb(policy, 0.05, seed=6)
+    policy.observe(laws.random_inputs(SPEC, 50, seed=5))
+    laws.perturb(policy, 0.05, seed=6)
     return policy
 
 
 def make_rows(policy: Policy) -> Samples:
     """Decisions of the policy, of which some were cut short and some count for less."""
     g = torch.Generator().manual_seed(3)
-    inputs = conformance.random_inputs(SPEC, ROWS, seed=7)
+    inputs = laws.random_inputs(SPEC, ROWS, seed=7)
     action = policy.act(inputs, torch.randn(ROWS, policy.noise_dim, generator=g))
     return Samples(
         decisions=TensorDecisions(inputs, dict(action.trace)),

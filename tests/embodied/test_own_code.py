@@ -24,13 +24,13 @@ from embodied.workflows.recipes import recipe_of
 from policies.contract import PolicyError, PolicySpec
 from policies.registry import policy_class
 from sim_farm.catalogue import check_task
+from sim_farm.conformance.physics_laws import physics_is_a_function_of_seed_and_actions
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import backend, make_physics
 from sim_farm.workers import faults
 from tests.embodied import stranger
 from tests.embodied.ray_nodes import started
 from tests.embodied.test_resume import assert_same_run
-from tests.sim_farm.conformance import physics_is_a_function_of_seed_and_actions
 
 TASK, KIND, WORKFLOW = "stranger.sim:BACKEND/reach", stranger.NAMES["policy.kind"], stranger.NAMES["workflow"]
 TYPED = [word for key, name in stranger.NAMES.items() for word in (f"--{key}", TASK if key == "env.task" else name)]

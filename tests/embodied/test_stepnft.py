@@ -23,11 +23,11 @@ from embodied.reporting.metrics import read
 from embodied.trajectories.batch import TensorDecisions
 from embodied.workflows.checks import check_algorithm
 from policies import Inputs, PolicySpec
+from policies.conformance import laws
 from policies.denoising import VARIANCE_EPS
 from tests.embodied.test_estimators import make_batch
 from tests.embodied.test_pi0_end_to_end import SETTINGS
 from tests.embodied.test_resume import run
-from tests.policies import conformance
 
 SPEC = PolicySpec(action_dim=3, chunk=2, horizon=3, state_dim=5)
 LOSS = LossConfig(ratio_unit="action", contrast_scale=1.5, contrast_drift=0.3)
@@ -37,9 +37,9 @@ ROWS = 12
 def flow_and_rows() -> tuple[Any, Samples]:
     """Decisions that a flow policy took, some of them cut short, and that policy."""
     policy = policies.build("flow", SPEC, 1, steps=3, widths=[16], critic_widths=[8], features=16)
-    conformance.perturb(policy, 0.1, seed=1)
-    inputs: Inputs = conformance.random_inputs(SPEC, ROWS, 2)
-    action = policy.act(inputs, conformance.random_noise(policy, ROWS, 3))
+    laws.perturb(policy, 0.1, seed=1)
+    inputs: Inputs = laws.random_inputs(SPEC, ROWS, 2)
+    action = policy.act(inputs, laws.random_noise(policy, ROWS, 3))
     g = torch.Generator().manual_seed(4)
     advantage = torch.where(torch.rand(ROWS, generator=g) < 0.5, 1.0, -1.0)
     executed = torch.randint(1, 3, (ROWS,), generator=g)
@@ -80,7 +80,7 @@ def by_definition(policy: Any, rows: Samples) -> Tensor:
 def test_it_contrasts_the_means_of_two_velocities(change: float) -> None:
     """With drifts that are shortened among them."""
     policy, rows = flow_and_rows()
-    conformance.perturb(policy, change, seed=5)
+    laws.perturb(policy, change, seed=5)
     found, expected = loss_of(policy, rows), by_definition(policy, rows)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     drift = policy.evaluate(rows.inputs, rows.trace).contrast.drift.norm(dim=2)
@@ -105,7 +105,7 @@ def test_where_nothing_has_changed_it_is_log_2_and_moves_towards_what_was_solved
 
 def test_it_does_not_depend_on_micro_batches() -> None:
     policy, rows = flow_and_rows()
-    conformance.perturb(policy, 0.05, seed=5)
+    laws.perturb(policy, 0.05, seed=5)
     weights = float((rows.executed * rows.weight).sum())
     gradients = []
     for size in (ROWS, 5):

@@ -4,7 +4,7 @@ import torch
 
 import policies
 from policies import Inputs, Policy, PolicySpec
-from tests.policies.conformance import perturb, random_inputs, random_noise
+from policies.conformance.laws import perturb, random_inputs, random_noise
 
 SPEC = PolicySpec(action_dim=1, chunk=2, state_dim=3, discrete_actions=4)
 

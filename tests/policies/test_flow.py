@@ -8,8 +8,8 @@ import torch
 
 import policies
 from policies import Inputs, PolicyError, PolicySpec
+from policies.conformance.laws import perturb, random_inputs, random_noise
 from policies.small.flow import FlowPolicy, time_embedding
-from tests.policies.conformance import perturb, random_inputs, random_noise
 
 STATE = PolicySpec(action_dim=3, chunk=2, state_dim=5)
 IMAGE = PolicySpec(action_dim=3, proprio_dim=4, cameras=("base", "wrist"), image_size=32)

@@ -8,8 +8,8 @@ import torch
 
 import policies
 from policies import Action, Inputs, Policy, PolicyError, PolicySpec
+from policies.conformance import laws
 from policies.small.gaussian_mlp import GaussianMLP
-from tests.policies import conformance
 from tests.variants import often
 
 STATE = PolicySpec(action_dim=3, chunk=1, state_dim=5)
@@ -64,37 +64,37 @@ OFTEN = (
 def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy:
     """A policy as after some training: statistics observed, no parameter at its initial value."""
     policy = policies.build(kind, spec, seed=0, **architecture)
-    policy.observe(conformance.random_inputs(spec, 100, seed=5))
-    conformance.perturb(policy, 0.05, seed=6)
+    policy.observe(laws.random_inputs(spec, 100, seed=5))
+    laws.perturb(policy, 0.05, seed=6)
     return policy
 
 
-@pytest.mark.parametrize("law", conformance.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_obeys(case, law):
     kind, spec, architecture = CASES[case]
-    law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
+    law(trained(kind, spec, architecture), laws.random_inputs(spec, 6, seed=7))
 
 
-@pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", laws.IMITATION_LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_imitates(case, law):
     kind, spec, architecture = CASES[case]
-    law(trained(kind, spec, architecture), conformance.random_inputs(spec, 6, seed=7))
+    law(trained(kind, spec, architecture), laws.random_inputs(spec, 6, seed=7))
 
 
 def test_a_policy_without_weights_cannot_imitate():
     policy = policies.build("random", STATE, seed=0)
-    assert not conformance.imitates(policy)
+    assert not laws.imitates(policy)
     with pytest.raises(PolicyError, match="the policy random cannot learn from demonstrations"):
-        conformance.law_imitation_is_a_loss_for_each_row(policy, conformance.random_inputs(STATE, 6, seed=7))
+        laws.law_imitation_is_a_loss_for_each_row(policy, laws.random_inputs(STATE, 6, seed=7))
 
 
 def test_imitation_leaves_the_spread_to_reinforcement():
     policy = trained("gaussian_mlp", STATE, SMALL)
-    inputs = conformance.random_inputs(STATE, 6, seed=7)
-    actions, counted = conformance.demonstrations(policy, 6)
-    loss = policy.imitate(inputs, actions, counted, conformance.random_noise(policy, 6, 1))
+    inputs = laws.random_inputs(STATE, 6, seed=7)
+    actions, counted = laws.demonstrations(policy, 6)
+    loss = policy.imitate(inputs, actions, counted, laws.random_noise(policy, 6, 1))
     loss.sum().backward()
     assert isinstance(policy, GaussianMLP) and policy.log_std.grad is None
     log_prob = policy.evaluate(inputs, {"action": actions}).log_prob
@@ -103,8 +103,8 @@ def test_imitation_leaves_the_spread_to_reinforcement():
 
 def test_an_actor_whose_critic_reads_the_state_acts_without_it():
     policy = trained("flow", replace(IMAGE, state_dim=5), {**SMALL, "encoder": "cnn", "critic_reads_state": True})
-    inputs = conformance.random_inputs(policy.spec, 6, seed=7)
-    noise = conformance.random_noise(policy, 6, seed=8)
+    inputs = laws.random_inputs(policy.spec, 6, seed=7)
+    noise = laws.random_noise(policy, 6, seed=8)
     with_state, without = policy.act(inputs, noise), policy.act(replace(inputs, state=None), noise)
     assert torch.equal(with_state.chunk, without.chunk) and torch.equal(with_state.log_prob, without.log_prob)
     assert with_state.value.isfinite().all() and without.value.isnan().all()
@@ -147,25 +147,25 @@ class StaleScore(GaussianMLP):
 @pytest.mark.parametrize(
     ("broken", "law"),
     [
-        (BatchNormed, conformance.law_rows_are_independent),
-        (OwnDice, conformance.law_noise_decides),
-        (OwnDice, conformance.law_global_generators_are_untouched),
-        (WrongSpread, conformance.law_log_prob_is_the_density_that_act_samples),
-        (StaleScore, conformance.law_scores_agree),
-        (StayingBehind, conformance.law_all_is_computed_on_the_policys_device),
-        (PeekingAhead, conformance.law_uncounted_actions_do_not_matter),
+        (BatchNormed, laws.law_rows_are_independent),
+        (OwnDice, laws.law_noise_decides),
+        (OwnDice, laws.law_global_generators_are_untouched),
+        (WrongSpread, laws.law_log_prob_is_the_density_that_act_samples),
+        (StaleScore, laws.law_scores_agree),
+        (StayingBehind, laws.law_all_is_computed_on_the_policys_device),
+        (PeekingAhead, laws.law_uncounted_actions_do_not_matter),
     ],
 )
 def test_laws_catch_a_broken_policy(broken, law):
     policy = broken(STATE, **SMALL)
     with pytest.raises((AssertionError, RuntimeError), match=r"differs|drew|density|ratio|same device"):
-        law(policy, conformance.random_inputs(STATE, 6, seed=7))
+        law(policy, laws.random_inputs(STATE, 6, seed=7))
 
 
 def test_known_idle_parameters_are_named_exactly():
     policy = trained("flow", STATE, {**SMALL, "features": 32, "critic_trains_encoder": False})
     policy.register_parameter("idle", torch.nn.Parameter(torch.zeros(1)))
-    inputs = conformance.random_inputs(STATE, 6, seed=7)
-    conformance.law_gradients_reach_every_parameter(policy, inputs, without={"idle"})
+    inputs = laws.random_inputs(STATE, 6, seed=7)
+    laws.law_gradients_reach_every_parameter(policy, inputs, without={"idle"})
     with pytest.raises(AssertionError, match="idle"):
-        conformance.law_gradients_reach_every_parameter(policy, inputs)
+        laws.law_gradients_reach_every_parameter(policy, inputs)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import policies
 from policies import PolicyError, PolicySpec
-from tests.policies.conformance import perturb
+from policies.conformance.laws import perturb
 
 SPEC = PolicySpec(action_dim=3, chunk=2, state_dim=5)
 SMALL = {"widths": [16, 16], "critic_widths": [8]}

@@ -13,20 +13,20 @@ from scipy.spatial.transform import Rotation
 
 import policies
 from policies import Inputs, Policy, PolicyError, PolicySpec
+from policies.conformance import laws
 from policies.scripted.libero import SCRIPTS, Approach, Pose
 from policies.scripted.replay import save_recording
 from policies.scripted.scene import Scene, rotated, turn_between, turned
-from tests.policies import conformance
 
 LAWS = [
-    conformance.law_shapes_and_dtypes,
-    conformance.law_mode_is_deterministic,
-    conformance.law_scores_agree,
-    conformance.law_rows_are_independent,
-    conformance.law_act_leaves_no_graph,
-    conformance.law_global_generators_are_untouched,
-    conformance.law_observe_changes_buffers_only,
-    conformance.law_saved_policy_is_the_policy,
+    laws.law_shapes_and_dtypes,
+    laws.law_mode_is_deterministic,
+    laws.law_scores_agree,
+    laws.law_rows_are_independent,
+    laws.law_act_leaves_no_graph,
+    laws.law_global_generators_are_untouched,
+    laws.law_observe_changes_buffers_only,
+    laws.law_saved_policy_is_the_policy,
 ]
 """Those that say nothing of parameters and of noise, which these policies have none of."""
 
@@ -44,7 +44,7 @@ def scripted() -> Policy:
 
 def seen() -> Inputs:
     """Six rows of two tasks that share a layout."""
-    inputs = conformance.random_inputs(LIBERO, 6, seed=7)
+    inputs = laws.random_inputs(LIBERO, 6, seed=7)
     return replace(inputs, instruction=(DRAWER, BOWL) * 3)
 
 

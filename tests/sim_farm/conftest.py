@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sim_farm.checks import close_kept
+from sim_farm.conformance.checks import close_kept
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sim_farm.client.episode_replay import Replayer
+from sim_farm.conformance.checks import random_actions
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from tests.sim_farm.conformance import random_actions
 
 PUSH = TaskSpec("tabletop/push", cameras=2, image_size=24, max_episode_steps=8)
 EPISODE = EpisodeSpec(4)

@@ -14,9 +14,11 @@ from gymnasium import spaces
 from PIL import Image
 
 from sim_farm.catalogue import check_task, versions
+from sim_farm.conformance.checks import Law, name_of, random_actions
+from sim_farm.conformance.physics_laws import PHYSICS_LAWS
+from sim_farm.conformance.render_laws import RENDER_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, Law, name_of, random_actions
 
 
 class Dot(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):

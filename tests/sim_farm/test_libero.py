@@ -18,11 +18,14 @@ from scipy.stats import linregress
 
 from sim_farm.backends.libero import package, tasks
 from sim_farm.backends.libero.physics import LiberoPhysics
+from sim_farm.conformance.checks import name_of
+from sim_farm.conformance.physics_laws import PHYSICS_LAWS
+from sim_farm.conformance.process_laws import PROCESS_LAWS
+from sim_farm.conformance.render_laws import RENDER_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
 from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
-from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, name_of
 from tests.sim_farm.libero_stock import (
     SIZE,
     assert_models_equal,
@@ -58,6 +61,12 @@ def assert_observed(seen: dict[str, np.ndarray], state: np.ndarray, when: str) -
 )
 def test_physics(law: Any, spec: TaskSpec) -> None:
     law(spec)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", PROCESS_LAWS, ids=name_of)
+def test_law_across_processes(law: Any) -> None:
+    law(TaskSpec(DRAWER, cameras=1, image_size=SIZE))
 
 
 @pytest.mark.parametrize("law", RENDER_LAWS, ids=name_of)

@@ -25,18 +25,17 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 
 from sim_farm.backends.maniskill import rendering
 from sim_farm.backends.maniskill.simulator import INSTRUCTIONS
-from sim_farm.contract import EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
-from sim_farm.registry import make_physics, make_renderer
-from tests.sim_farm.conformance import (
+from sim_farm.conformance.checks import Law, name_of, random_actions
+from sim_farm.conformance.physics_laws import (
     PHYSICS_LAWS,
-    RENDER_LAWS,
-    Law,
     actions_are_clipped,
     chunk_equals_single_steps,
-    name_of,
-    random_actions,
     reset_of_reused_equals_new,
 )
+from sim_farm.conformance.process_laws import PROCESS_LAWS
+from sim_farm.conformance.render_laws import RENDER_LAWS
+from sim_farm.contract import EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
+from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm.histories import pushing_action
 from tests.variants import often
 
@@ -78,6 +77,12 @@ def compiled_shaders() -> Iterator[None]:
     """SAPIEN compiles its shaders, for seven seconds, whenever no other renderer is alive: so one is kept."""
     with closing(make_renderer(PUSH_CUBE)):
         yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", PROCESS_LAWS, ids=name_of)
+def test_law_across_processes(law: Law) -> None:
+    law(PUSH_CUBE)
 
 
 # tests/sim_farm/test_reused.py compares reused environments with new ones on this task.

@@ -13,10 +13,12 @@ import pytest
 from sim_farm.backends.libero import tasks as libero
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.catalogue import check_task, task_files, task_names, versions
+from sim_farm.conformance.checks import Law, name_of
+from sim_farm.conformance.physics_laws import PHYSICS_LAWS
+from sim_farm.conformance.render_laws import RENDER_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
 from tests.libero_assets import require
-from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, Law, name_of
 
 MANISKILL = """
 import sapien

@@ -15,9 +15,12 @@ import pytest
 
 from sim_farm.backends import mujoco_gl as gl
 from sim_farm.backends.tabletop.tasks import TASKS
+from sim_farm.conformance.checks import Law, name_of, random_actions
+from sim_farm.conformance.physics_laws import PHYSICS_LAWS
+from sim_farm.conformance.process_laws import PROCESS_LAWS
+from sim_farm.conformance.render_laws import RENDER_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from tests.sim_farm.conformance import PHYSICS_LAWS, RENDER_LAWS, Law, name_of, random_actions
 from tests.sim_farm.tabletop_controllers import Controller, pick_and_place, push, reach
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +44,11 @@ def test_physics_law(law: Law, spec: TaskSpec) -> None:
 @each_task
 def test_render_law(law: Law, spec: TaskSpec) -> None:
     law(spec)
+
+
+@pytest.mark.parametrize("law", PROCESS_LAWS, ids=name_of)
+def test_law_across_processes(law: Law) -> None:
+    law(REACH)
 
 
 # --- frames equal those of MuJoCo's own renderer, in a process that knows nothing of this project

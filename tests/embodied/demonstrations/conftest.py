@@ -8,10 +8,10 @@ import pytest
 
 from embodied.demonstrations import Dataset
 from sim_farm.client.episode_replay import Replayer
+from sim_farm.conformance.checks import random_actions
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
 from tests.embodied.demonstrations.examples import PUSH, Replays, write
-from tests.sim_farm.conformance import random_actions
 
 
 @pytest.fixture(scope="session")

@@ -29,11 +29,11 @@ from embodied.run import checkpoint
 from embodied.runtime.api import InlineRuntime
 from policies.scripted import tabletop
 from sim_farm.client.episode_replay import Replayer
+from sim_farm.conformance.checks import random_actions
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.registry import make_physics, make_renderer
 from tests.embodied.demonstrations.examples import CODEC_ERROR, PUSH, Replays, write
-from tests.sim_farm.conformance import random_actions
 
 COMMAND = Path(sys.executable).parent / "embodied"
 

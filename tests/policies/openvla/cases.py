@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies import Inputs, PolicySpec, build
+from policies.conformance import laws
 from policies.openvla.normalisation import Statistics, choose_statistics, read_datasets
-from tests.policies import conformance
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 OPENVLA, OFT = GOLDEN / "openvla", GOLDEN / "openvla_oft"
@@ -32,14 +32,14 @@ def golden(folder: Path) -> dict[str, Tensor]:
 
 def random_inputs(spec: PolicySpec, rows: int, seed: int, texts: tuple[str, ...] = TEXTS) -> Inputs:
     """Noise as frames, and instructions of different lengths."""
-    inputs = conformance.random_inputs(spec, rows, seed)
+    inputs = laws.random_inputs(spec, rows, seed)
     return replace(inputs, instruction=tuple(texts[row % len(texts)] for row in range(rows)))
 
 
 def make(kind: str, spec: PolicySpec, checkpoint: Path, **options: Any) -> Any:
     """The policy with a small critic, as after some training. Any: tests look into it."""
     policy = build(kind, spec, seed=0, checkpoint=str(checkpoint), **{"value_widths": [16], **options})
-    conformance.perturb(policy, 0.02, seed=6)
+    laws.perturb(policy, 0.02, seed=6)
     return policy
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from policies import PolicySpec
+from policies.conformance import laws
 from policies.openvla.config import TOWERS
-from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, error, make, random_inputs
 
 KINDS: dict[str, tuple[str, PolicySpec]] = {"openvla": ("openvla", ONE_ACTION), "oft": ("openvla_oft", CHUNK)}
@@ -28,7 +28,7 @@ def runs(policy: Any) -> list[str]:
 def compare(policy: Any, features: dict[str, Tensor], rows: int) -> None:
     """With the features `evaluate` says what it says without, and gives the same gradients."""
     inputs = random_inputs(policy.spec, rows, seed=3)
-    action = policy.act(inputs, conformance.random_noise(policy, rows, seed=4))
+    action = policy.act(inputs, laws.random_noise(policy, rows, seed=4))
 
     def evaluated(trace: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         policy.zero_grad()
@@ -59,7 +59,7 @@ def test_features_mean_the_same_while_gradients_are_switched_off(tiny, parts):
     """As in a critic's warm-up, in which the rest of the policy is not trained."""
     policy = make("openvla", ONE_ACTION, tiny, lora_rank=3, lora_parts=TRAINED[parts][0])
     inputs = random_inputs(ONE_ACTION, 5, seed=3)
-    action, found = policy.act(inputs, conformance.random_noise(policy, 5, seed=4)), policy.precompute(inputs)
+    action, found = policy.act(inputs, laws.random_noise(policy, 5, seed=4)), policy.precompute(inputs)
     for parameter in policy.parameters():
         parameter.requires_grad_(False)
     evaluated = policy.evaluate(inputs, {**action.trace, **found})
@@ -72,7 +72,7 @@ def test_towers_do_not_run_again(tiny, kind):
     name, spec = KINDS[kind]
     policy = make(name, spec, tiny, lora_rank=3)
     inputs = random_inputs(spec, 5, seed=3)
-    action = policy.act(inputs, conformance.random_noise(policy, 5, seed=4))
+    action = policy.act(inputs, laws.random_noise(policy, 5, seed=4))
     seen = runs(policy)
     found = policy.precompute(inputs)
     assert sorted(seen) == sorted(TOWERS)

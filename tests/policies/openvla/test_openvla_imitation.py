@@ -9,9 +9,9 @@ import torch
 
 import policies
 from policies import Inputs, PolicySpec
+from policies.conformance import laws
 from policies.openvla.action_tokens import action_of, token_of
 from policies.openvla.config import BINS
-from tests.policies import conformance
 from tests.policies.openvla.cases import (
     CHUNK,
     INSTRUCTIONS,
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "oft": ("openvla_oft", CHUNK, {"temperature": 1.6}),
     "oft, regression": ("openvla_oft", replace(CHUNK, chunk=4, image_size=28), REGRESSION),
 }
-LEARNING = conformance.law_imitation_brings_the_mode_to_the_demonstrations
+LEARNING = laws.law_imitation_brings_the_mode_to_the_demonstrations
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def bin_centres(policy: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("law", conformance.IMITATION_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize("law", laws.IMITATION_LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", often(("oft, regression",), CASES))
 def test_policy_obeys(policy, law):
     if law is LEARNING:
@@ -103,9 +103,9 @@ def test_one_pass_and_no_logits_but_those_of_the_actions(policy):
     for name, calls in seen.items():
         module = getattr(policy.model.language_model, name)
         module.register_forward_hook(lambda _, args, out, calls=calls: calls.append(out[0].shape))
-    actions, counted = conformance.demonstrations(policy, 3)
+    actions, counted = laws.demonstrations(policy, 3)
     inputs = random_inputs(policy.spec, 3, seed=1)
-    policy.imitate(inputs, actions, counted, conformance.random_noise(policy, 3, 1)).sum().backward()
+    policy.imitate(inputs, actions, counted, laws.random_noise(policy, 3, 1)).sum().backward()
     assert len(seen["model"]) == 1 and seen["lm_head"] == [(policy.noise_dim, 576)]
     grad = policy.model.language_model.lm_head.weight.grad
     assert (grad.abs().sum(1) > 0).all(), "words are not made less likely than actions"
@@ -114,7 +114,7 @@ def test_one_pass_and_no_logits_but_those_of_the_actions(policy):
 @pytest.mark.parametrize("case", ["oft, regression"])
 def test_regression_learns_the_mean_absolute_error(policy):
     inputs = random_inputs(policy.spec, 3, seed=1)
-    actions, counted = conformance.demonstrations(policy, 3)
+    actions, counted = laws.demonstrations(policy, 3)
     counted = counted & (torch.arange(4) < 2)
     loss = policy.imitate(inputs, actions, counted, torch.zeros(3, 0))
     s = policy.statistics

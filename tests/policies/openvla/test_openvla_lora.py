@@ -11,10 +11,10 @@ from torch import nn
 
 import policies
 from policies import PolicyError
+from policies.conformance import laws
 from policies.files import ADAPTER_CONFIG
 from policies.openvla.adapters import targets
 from policies.openvla.model import load_model
-from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, make, random_inputs
 from tests.policies.openvla.tiny import write_tiny
 
@@ -123,7 +123,7 @@ def test_a_run_that_began_with_an_adapter_loads_without_it(tiny, saved, tmp_path
 def test_dropout_of_a_saved_adapter_is_off(tiny, saved):
     edit(saved, lora_dropout=0.5)
     policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved), gradient_checkpointing=True)
-    conformance.law_scores_agree(policy.train(), random_inputs(ONE_ACTION, 3, seed=1))
+    laws.law_scores_agree(policy.train(), random_inputs(ONE_ACTION, 3, seed=1))
 
 
 def test_an_adapter_that_also_hits_unused_layers_is_kept_whole(tiny, saved, tmp_path):
@@ -312,7 +312,7 @@ def test_load_into_refuses_another_adapter(tiny, tmp_path):
     policies.save(tuned(tiny), tmp_path)
     with pytest.raises(PolicyError, match="architecture.lora_rank is 3, expected 4"):
         policies.load_into(tuned(tiny, lora_rank=4), tmp_path)
-    conformance.law_saved_policy_is_the_policy(tuned(tiny), random_inputs(ONE_ACTION, 3, seed=1))
+    laws.law_saved_policy_is_the_policy(tuned(tiny), random_inputs(ONE_ACTION, 3, seed=1))
 
 
 @pytest.mark.parametrize(("kind", "spec"), [("openvla", ONE_ACTION), ("openvla_oft", CHUNK)])

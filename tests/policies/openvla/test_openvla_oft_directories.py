@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import policies
 from policies import PolicyError, PolicySpec
+from policies.conformance import laws
 from policies.files import INDEX
 from policies.registry import check
 from tests.fuzzing import mutation
 from tests.fuzzing.law import holds
-from tests.policies import conformance
 from tests.policies.openvla.cases import OFT, ONE_ACTION, error, make, random_inputs
 from tests.policies.openvla.oft_directory import CHUNK, STEP, normalised_actions, save, side, stored, write_oft
 
@@ -87,7 +87,7 @@ def test_the_towers_are_those_of_the_file(directory):
 @pytest.mark.parametrize("convention", ["official", "rlinf"])
 def test_laws(directory, convention):
     policy = oft(directory, convention=convention, **USED | {"head": "tokens"})
-    for law in (conformance.law_shapes_and_dtypes, conformance.law_scores_agree, conformance.law_rows_are_independent):
+    for law in (laws.law_shapes_and_dtypes, laws.law_scores_agree, laws.law_rows_are_independent):
         law(policy, random_inputs(SPEC, 4, seed=2))
 
 
@@ -103,7 +103,7 @@ def test_it_learns_from_demonstrations(directory):
 
 def test_saved_as_safetensors_and_exported_as_published(directory, tmp_path):
     policy = oft(directory, **USED)
-    conformance.perturb(policy, 0.02, seed=6)
+    laws.perturb(policy, 0.02, seed=6)
     policies.save(policy, tmp_path / "run")
     names = {path.name for path in (tmp_path / "run/policy").glob("*--*")}
     assert names == {f"{name[:-3]}.safetensors" for name in NAMES}
@@ -129,7 +129,7 @@ def test_saved_as_safetensors_and_exported_as_published(directory, tmp_path):
 @pytest.mark.parametrize("parts", [["language", "projector"], ["language", "vision"]], ids=str)
 def test_a_new_adapter_on_towers_that_the_instruction_modulates(directory, tmp_path, parts):
     policy = oft(directory, lora_rank=2, lora_parts=parts, **USED)
-    conformance.perturb(policy, 0.05, seed=6)
+    laws.perturb(policy, 0.05, seed=6)
     inputs = random_inputs(SPEC, 3, seed=1)
     chunk = policy.act(inputs, None).chunk
     policies.save(policy, tmp_path / "run")

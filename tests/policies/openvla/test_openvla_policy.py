@@ -8,8 +8,8 @@ import torch
 
 import policies
 from policies import Policy, PolicyError, PolicySpec
+from policies.conformance import laws
 from policies.openvla.action_tokens import choose, score
-from tests.policies import conformance
 from tests.policies.openvla.cases import CHUNK, ONE_ACTION, error, gripper_of, make, random_inputs
 from tests.variants import often
 
@@ -33,8 +33,8 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "oft, adapter, checkpointing": ("openvla_oft", CHUNK, {**LORA, "gradient_checkpointing": True}),
 }
 OFTEN = ("openvla, adapter, checkpointing", "oft")
-SLOW = [conformance.law_log_prob_is_the_density_that_act_samples]
-LAWS = [law for law in conformance.LAWS if law not in SLOW]
+SLOW = [laws.law_log_prob_is_the_density_that_act_samples]
+LAWS = [law for law in laws.LAWS if law not in SLOW]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def frozen(policy: Policy) -> set[str]:
 @pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_obeys(policy, law):
     inputs = random_inputs(policy.spec, 6, seed=7)
-    if law is conformance.law_gradients_reach_every_parameter:
+    if law is laws.law_gradients_reach_every_parameter:
         law(policy, inputs, without=frozen(policy))
     else:
         law(policy, inputs)
@@ -60,7 +60,7 @@ def test_policy_obeys(policy, law):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["openvla", "oft"])
 def test_log_prob_is_the_density_that_act_samples(policy):
-    law = conformance.law_log_prob_is_the_density_that_act_samples
+    law = laws.law_log_prob_is_the_density_that_act_samples
     law(policy, random_inputs(policy.spec, 6, seed=7))
 
 
@@ -90,7 +90,7 @@ def test_weights_learned_at_one_temperature_act_at_another(tiny, tmp_path):
     policies.save(learned, tmp_path)
     policies.load_into(explores, tmp_path)
     inputs = random_inputs(ONE_ACTION, 4, seed=3)
-    tokens = learned.act(inputs, conformance.random_noise(learned, 4, seed=4)).trace
+    tokens = learned.act(inputs, laws.random_noise(learned, 4, seed=4)).trace
     cold, warm = (policy.evaluate(inputs, tokens) for policy in (learned, explores))
     assert (warm.entropy > cold.entropy).all() and error(warm.value, cold.value) == 0
 
@@ -104,7 +104,7 @@ def test_extreme_noise_gives_a_token(noise):
 def test_padding_changes_nothing(policy):
     """A row beside a much longer instruction, and alone: tokens, log-probs, entropy and value."""
     inputs = random_inputs(policy.spec, 2, seed=3, texts=("push", "put the black bowl on the plate next to the stove"))
-    noise = conformance.random_noise(policy, 2, seed=4)
+    noise = laws.random_noise(policy, 2, seed=4)
     both = policy.act(inputs, noise)
     alone = policy.act(inputs.rows(torch.tensor([0])), noise[:1])
     assert torch.equal(both.trace["tokens"][:1], alone.trace["tokens"])
@@ -118,7 +118,7 @@ def test_padding_changes_nothing(policy):
 def test_ratio_of_unchanged_weights_in_shuffled_minibatches(policy):
     """As the learner sees them: other rows together than in the rollout, so other padding."""
     inputs = random_inputs(policy.spec, 12, seed=3)
-    action = policy.act(inputs, conformance.random_noise(policy, 12, seed=4))
+    action = policy.act(inputs, laws.random_noise(policy, 12, seed=4))
     ratios = []
     for part in torch.randperm(12, generator=torch.Generator().manual_seed(5)).split(5):
         trace = {name: tensor[part] for name, tensor in action.trace.items()}
@@ -133,7 +133,7 @@ def test_ratio_in_bfloat16(case, tiny):
     policy = make(kind, spec, tiny, **options, dtype="bfloat16")
     assert policy.ratio_tolerance == 2e-2
     inputs = random_inputs(spec, 6, seed=3)
-    action = policy.act(inputs, conformance.random_noise(policy, 6, seed=4))
+    action = policy.act(inputs, laws.random_noise(policy, 6, seed=4))
     evaluation = policy.evaluate(inputs, action.trace)
     assert evaluation.log_prob.dtype == evaluation.value.dtype == torch.float32
     ratio = (evaluation.log_prob - action.log_prob).exp().detach()
@@ -144,7 +144,7 @@ def test_value_reads_the_state_before_the_first_action(tiny):
     """The value depends on frames and instruction, and not on the actions that follow."""
     policy = make("openvla", ONE_ACTION, tiny)
     inputs = random_inputs(ONE_ACTION, 4, seed=3)
-    action = policy.act(inputs, conformance.random_noise(policy, 4, seed=4))
+    action = policy.act(inputs, laws.random_noise(policy, 4, seed=4))
     other = {"tokens": action.trace["tokens"].flip(0)}
     assert error(policy.evaluate(inputs, other).value, action.value) <= 1e-5
     renamed = replace(inputs, instruction=tuple(reversed(inputs.instruction)))
@@ -156,7 +156,7 @@ def test_the_image_matters(tiny):
     policy = make("openvla", ONE_ACTION, tiny)
     inputs = random_inputs(ONE_ACTION, 4, seed=3, texts=("push",))
     other = replace(inputs, frames={"base": inputs.frames["base"].flip(0)})
-    noise = conformance.random_noise(policy, 4, seed=4)
+    noise = laws.random_noise(policy, 4, seed=4)
     assert error(policy.act(inputs, noise).log_prob, policy.act(other, noise).log_prob) > 1e-2
 
 
@@ -165,7 +165,7 @@ def test_gradient_checkpointing_changes_no_gradient(tiny):
     for on in (False, True):
         policy = make("openvla", ONE_ACTION, tiny, gradient_checkpointing=on, lora_rank=2)
         inputs = random_inputs(ONE_ACTION, 4, seed=3)
-        action = policy.act(inputs, conformance.random_noise(policy, 4, seed=4))
+        action = policy.act(inputs, laws.random_noise(policy, 4, seed=4))
         counted: list[int] = []
         layer = policy.model.language_model.model.layers[0].mlp
         layer.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))

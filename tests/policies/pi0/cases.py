@@ -11,8 +11,8 @@ from torch import Tensor
 
 import policies
 from policies import Inputs, PolicySpec
+from policies.conformance import laws
 from policies.pi0.network import Pi0Network, Prefix
-from tests.policies import conformance
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SPEC = PolicySpec(action_dim=7, chunk=6, proprio_dim=7, cameras=("front", "wrist"), image_size=32)
@@ -28,7 +28,7 @@ def make(family: str, spec: PolicySpec = SPEC, **options: Any) -> Any:
 
 
 def inputs_of(spec: PolicySpec, rows: int, seed: int) -> Inputs:
-    found = conformance.random_inputs(spec, rows, seed)
+    found = laws.random_inputs(spec, rows, seed)
     return replace(found, instruction=tuple(TEXTS[row % 2] for row in range(rows)))
 
 

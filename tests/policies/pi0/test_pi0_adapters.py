@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from policies import PolicyError, load, load_into, save
+from policies.conformance import laws
 from policies.torchvision_operators import import_torchvision
-from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, SPEC, inputs_of, make
 from tests.policies.pi0.test_pi0_processors import POST, PRE, edit, step_of
 
@@ -133,7 +133,7 @@ def test_lerobots_directory_of_an_adapter_brings_its_base_and_its_own_processors
     for each in (policy, again):
         assert (each.act(inputs, None).chunk - expected).abs().max() < 1e-4
     assert policy.architecture()["checkpoint"] == str(base.resolve())
-    conformance.perturb(policy, 0.02, seed=2)
+    laws.perturb(policy, 0.02, seed=2)
     save(policy, tmp_path / "saved")
     policy.export(tmp_path / "exported")
     shutil.rmtree(adapter)
@@ -153,7 +153,7 @@ def test_lerobots_directory_of_an_adapter_brings_its_base_and_its_own_processors
 def test_a_new_adapter_is_one_of_lerobots_network(family: str, tmp_path: Path) -> None:
     base = GOLDEN / family / "checkpoint_lerobot"
     policy = made(family, checkpoint=str(base), lora_rank=2, lora_parts=["vlm", "expert", "vision"])
-    conformance.perturb(policy, 0.05, seed=1)
+    laws.perturb(policy, 0.05, seed=1)
     save(policy, tmp_path / "saved")
     policy.export(tmp_path / "exported")
     folder = str(tmp_path / "saved" / "policy")
@@ -168,12 +168,12 @@ def test_an_adapter_is_trained_further_and_loaded_into_its_like(tmp_path: Path) 
     options = {"checkpoint": str(base), "adapter": str(tmp_path / "adapter")}
     policy, other = made("pi0", **options), made("pi0", **options)
     assert policy.trains_all, "adapters hang on the vision-language model"
-    inputs, noise = inputs_of(SPEC, 2, seed=1), conformance.random_noise(policy, 2, 1)
+    inputs, noise = inputs_of(SPEC, 2, seed=1), laws.random_noise(policy, 2, 1)
     action = policy.act(inputs, noise)
     loss = policy.evaluate(inputs, action.trace).log_prob.sum()
     loss.backward()
     assert any(p.grad is not None and p.grad.any() for n, p in policy.named_parameters() if "lora_A" in n)
-    conformance.perturb(policy, 0.02, seed=3)
+    laws.perturb(policy, 0.02, seed=3)
     save(policy, tmp_path / "saved")
     load_into(other, tmp_path / "saved")
     assert torch.equal(other.act(inputs, None).chunk, policy.act(inputs, None).chunk)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from policies import Inputs, Policy, PolicyError, PolicySpec
-from tests.policies import conformance
+from policies.conformance import laws
 from tests.policies.pi0.cases import DELTA, GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make, sample, velocity
 from tests.variants import often
 
@@ -33,17 +33,17 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
 def policy_of(case: str) -> tuple[Policy, Inputs]:
     family, spec, options = CASES[case]
     policy = make(family, spec, **options)
-    conformance.perturb(policy, 0.02, seed=6)
+    laws.perturb(policy, 0.02, seed=6)
     return policy, inputs_of(spec, 6, seed=7)
 
 
 LEROBOT = str(GOLDEN / "pi05" / "checkpoint_lerobot")
-DEVICE, DENSITY = conformance.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
+DEVICE, DENSITY = laws.law_all_is_computed_on_the_policys_device, "law_log_prob_is_the_density_that_act_samples"
 NOT_FOR = {case for case in CASES if "state in the prompt" in case}
 """Of the law of devices: a state becomes words on the host."""
 OFTEN = ("pi0, flow-noise, four of six actions", "pi0.5, every weight, also by the critic", "pi0, adapters")
 """Between them all ways of drawing, scoring and training but one."""
-MODE = conformance.law_imitation_brings_the_mode_to_the_demonstrations
+MODE = laws.law_imitation_brings_the_mode_to_the_demonstrations
 OBEYS = [
     # The density is counted over many samples: a minute for each policy.
     pytest.param(
@@ -54,7 +54,7 @@ OBEYS = [
         * (law.__name__ == DENSITY or case not in (OFTEN if law is not DEVICE else OFTEN[1:2])),
     )
     for case in CASES
-    for law in conformance.LAWS
+    for law in laws.LAWS
     if law is not DEVICE or case not in NOT_FOR
 ]
 
@@ -76,18 +76,18 @@ def silent(policy: Any) -> list[str]:
 @pytest.mark.parametrize(("case", "law"), OBEYS)
 def test_policy_obeys(case: str, law: Callable[..., None]) -> None:
     policy, inputs = policy_of(case)
-    if law is conformance.law_gradients_reach_every_parameter:
+    if law is laws.law_gradients_reach_every_parameter:
         law(policy, inputs, silent(policy))
     else:
         law(policy, inputs)
 
 
 # MODE takes hundreds of steps. The loss has a test of its own below, and golden samples test the integration.
-IMITATED = [(case, law) for case in OFTEN[:2] for law in conformance.IMITATION_LAWS if law is not MODE]
+IMITATED = [(case, law) for case in OFTEN[:2] for law in laws.IMITATION_LAWS if law is not MODE]
 
 
 @pytest.mark.parametrize(
-    ("case", "law"), often(IMITATED, [(case, law) for case in CASES for law in conformance.IMITATION_LAWS])
+    ("case", "law"), often(IMITATED, [(case, law) for case in CASES for law in laws.IMITATION_LAWS])
 )
 def test_policy_imitates(case: str, law: Callable[..., None]) -> None:
     policy, inputs = policy_of(case)
@@ -132,7 +132,7 @@ def test_a_camera_that_is_left_out_is_one_that_is_masked(family: str) -> None:
 
 def test_what_is_precomputed_changes_nothing_and_spares_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, inputs = policy_of("pi0")
-    action = policy.act(inputs, conformance.random_noise(policy, 6, 1))
+    action = policy.act(inputs, laws.random_noise(policy, 6, 1))
     plain = policy.evaluate(inputs, action.trace)
     known = {**action.trace, **policy.precompute(inputs)}
 
@@ -156,7 +156,7 @@ def test_which_weights_are_trained() -> None:
 def test_every_step_is_drawn_for_some_row_and_scored_as_it_was_drawn() -> None:
     policy = make("pi0")
     inputs = inputs_of(SPEC, 40, seed=4)
-    action = policy.act(inputs, conformance.random_noise(policy, 40, 3))
+    action = policy.act(inputs, laws.random_noise(policy, 40, 3))
     steps = action.trace["step"]
     assert set(steps.flatten().tolist()) == {0, 1, 2}
     found = policy.evaluate(inputs, action.trace).log_prob
@@ -171,7 +171,7 @@ def test_16_bits_compute_near_what_32_do() -> None:
     for part in ("action_in_proj.weight", "vision.embeddings.position_embedding.weight", "mixture.expert.norm.weight"):
         assert part in kept, "openpi keeps it in 32 bits"
     assert any("post_attention_layernorm" in name for name in kept) and "projector.weight" not in kept
-    noise = conformance.random_noise(whole, 4, 1)
+    noise = laws.random_noise(whole, 4, 1)
     taken, rounded = whole.act(inputs, noise), half.act(inputs, noise)
     assert rounded.chunk.dtype == torch.float32
     near = (taken.chunk - rounded.chunk).abs().mean()
@@ -189,7 +189,7 @@ def test_actions_that_fill_up_are_the_mean_action(monkeypatch: pytest.MonkeyPatc
     assert bool((policy.units.action.centre != 0).all())
     counted = torch.tensor([[True] * 4 + [False] * 2] * 2)
     actions = torch.zeros(2, 6, 7)
-    noise = conformance.random_noise(policy, 2, 1)
+    noise = laws.random_noise(policy, 2, 1)
     actions[:, 4:] = policy.units.action.centre
     read = []
     velocity = policy.network.joint_velocity
@@ -209,7 +209,7 @@ def test_imitation_is_openpis_flow_matching(monkeypatch: pytest.MonkeyPatch) -> 
     """x = t noise + (1 - t) actions, of which the velocity is noise - actions (openpi's Pi0.compute_loss): the noise is
     at t = 1, where the integration begins."""
     policy, inputs = make("pi0"), inputs_of(SPEC, 3, seed=3)
-    noise, counted = conformance.random_noise(policy, 3, 1), torch.ones(3, 6, dtype=torch.bool)
+    noise, counted = laws.random_noise(policy, 3, 1), torch.ones(3, 6, dtype=torch.bool)
     size = policy.denoising.size
     begin = noise[:, :size].view(3, 6, -1)
     t = policy.times.of(policy.denoising.uniform_of(noise)[:, 0]).float()[:, None, None]
@@ -230,7 +230,7 @@ def test_imitation_is_openpis_flow_matching(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_precomputed_where_that_is_declared() -> None:
     policy, inputs = make("pi0", cache_prefix=False), inputs_of(SPEC, 2, seed=3)
     assert policy.precompute(inputs) == {}
-    action = policy.act(inputs, conformance.random_noise(policy, 2, 1))
+    action = policy.act(inputs, laws.random_noise(policy, 2, 1))
     policy.evaluate(inputs, action.trace).log_prob.sum().backward()
     assert all(p.grad is None for p in policy.network.mixture.vlm.parameters())
 
@@ -239,7 +239,7 @@ def test_nothing_is_precomputed_where_that_is_declared() -> None:
 def test_every_scored_step_is_scored_as_it_was_drawn(scored: str) -> None:
     """With what is precomputed too; the mean over steps is the sum by their number and one more."""
     policy, inputs = make("pi0", scored=scored), inputs_of(SPEC, 5, seed=4)
-    noise = conformance.random_noise(policy, 5, 3)
+    noise = laws.random_noise(policy, 5, 3)
     action = policy.act(inputs, noise)
     assert action.trace["x"].shape == (5, 1 if scored == "one" else 3, 6 * 8)
     found = policy.evaluate(inputs, {**action.trace, **policy.precompute(inputs)})
@@ -253,7 +253,7 @@ def test_every_scored_step_is_scored_as_it_was_drawn(scored: str) -> None:
 
 def test_noise_at_the_start_is_acted_with_and_not_imitated() -> None:
     whole, less = (make("pi0", start_noise=start) for start in (1.0, 0.25))
-    inputs, noise = inputs_of(SPEC, 4, seed=3), conformance.random_noise(whole, 4, 1)
+    inputs, noise = inputs_of(SPEC, 4, seed=3), laws.random_noise(whole, 4, 1)
     actions, counted = torch.zeros(4, 6, 7), torch.ones(4, 6, dtype=torch.bool)
     assert torch.equal(*(policy.imitate(inputs, actions, counted, noise) for policy in (whole, less)))
     greedy = whole.act(inputs, None).chunk
@@ -263,11 +263,11 @@ def test_noise_at_the_start_is_acted_with_and_not_imitated() -> None:
 
 def test_the_value_is_the_same_whatever_was_drawn() -> None:
     policy, inputs = make("pi0", critic="suffix", scored="learned"), inputs_of(SPEC, 4, seed=4)
-    values = [policy.act(inputs, conformance.random_noise(policy, 4, seed)).value for seed in (1, 2)]
-    action = policy.act(inputs, conformance.random_noise(policy, 4, 3))
+    values = [policy.act(inputs, laws.random_noise(policy, 4, seed)).value for seed in (1, 2)]
+    action = policy.act(inputs, laws.random_noise(policy, 4, 3))
     values += [policy.value(inputs), policy.evaluate(inputs, action.trace).value]
     assert all((value - values[0]).abs().max() < 1e-5 for value in values)
-    conformance.perturb(policy, 0.1, seed=2)
+    laws.perturb(policy, 0.1, seed=2)
     assert (policy.value(inputs) - values[0]).abs().min() > 1e-4
 
 

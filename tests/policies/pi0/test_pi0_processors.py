@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies import PolicyError, load, save
+from policies.conformance import laws
 from policies.pi0.normalisation import read_lerobot
 from policies.pi0.policy import Pi0
 from policies.pi0.processors import POST, PRE, Relative
-from tests.policies import conformance
 from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make, velocity
 
 Json = dict[str, Any]
@@ -99,7 +99,7 @@ def test_excluded_joints_that_no_name_has_are_reported(folder: Path) -> None:
 def test_what_is_learned_is_relative_and_log_probs_are_of_what_acted(folder: Path) -> None:
     relative(folder)
     policy, inputs = built(folder), inputs_of(SPEC, 3, seed=5)
-    noise, counted = conformance.random_noise(policy, 3, 1), torch.ones(3, 6, dtype=torch.bool)
+    noise, counted = laws.random_noise(policy, 3, 1), torch.ones(3, 6, dtype=torch.bool)
     action = policy.act(inputs, noise)
     assert (policy.evaluate(inputs, action.trace).log_prob - action.log_prob).abs().max() < 1e-4
     assert inputs.proprio is not None

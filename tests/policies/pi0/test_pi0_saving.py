@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 import policies
 from policies import PolicyError, PolicySpec, load, save
 from policies.checkpoint import load_into
+from policies.conformance import laws
 from policies.pi0 import sizes
 from policies.pi0.checkpoint import load_network, save_directory
 from policies.pi0.config import own_sizes
-from tests.policies import conformance
 from tests.policies.pi0.cases import GOLDEN, NO_STATE, SPEC, TURNED, inputs_of, make
 
 
 def test_a_network_for_the_noise_is_saved_and_may_be_new(tmp_path: Path) -> None:
     """Supervised learning knows nothing of it."""
     fixed, learned = make("pi0"), make("pi0", scored="learned")
-    conformance.perturb(learned, 0.05, seed=2)
+    laws.perturb(learned, 0.05, seed=2)
     save(learned, tmp_path / "learned")
     again: Any = load(tmp_path / "learned")
     for name, tensor in learned.state_dict().items():
@@ -49,7 +49,7 @@ def test_an_adapter_is_all_that_is_saved_and_is_merged_into_what_is_exported(
     base, policy = make(family, spec, **options), make(family, spec, lora_rank=2, lora_alpha=4.0, **options)
     inputs = inputs_of(spec, 3, seed=1)
     assert policy.has_new_adapter and torch.equal(base.act(inputs, None).chunk, policy.act(inputs, None).chunk)
-    conformance.perturb(policy, 0.05, seed=1)
+    laws.perturb(policy, 0.05, seed=1)
     chunk = policy.act(inputs, None).chunk
     assert not policy.has_new_adapter and (chunk - base.act(inputs, None).chunk).abs().max() > 1e-3
     with policy.without_adapter():
@@ -66,7 +66,7 @@ def test_an_adapter_is_all_that_is_saved_and_is_merged_into_what_is_exported(
     policy.export(tmp_path / "exported")
     merged = make(family, spec, **{**options, "checkpoint": str(tmp_path / "exported")})
     assert (merged.act(inputs, None).chunk - chunk).abs().max() < 1e-4
-    conformance.perturb(base, 0.05, seed=2)
+    laws.perturb(base, 0.05, seed=2)
     base.export(tmp_path / "other")
     with pytest.raises(PolicyError, match="an adapter of another base"):
         load_into(
@@ -79,7 +79,7 @@ def test_what_no_weight_depends_on_may_differ(tmp_path: Path) -> None:
     """Supervised learning takes whole chunks; reinforcement executes fewer actions of other integrations."""
     save(make("pi0"), tmp_path / "saved")
     other = make("pi0", replace(SPEC, chunk=3), steps=5, noise_level=0.3, train="all")
-    conformance.perturb(other, 0.1, seed=1)
+    laws.perturb(other, 0.1, seed=1)
     load_into(other, tmp_path / "saved")
     same = make("pi0", replace(SPEC, chunk=3), steps=5)
     assert torch.equal(*(p.act(inputs_of(SPEC, 2, seed=1), None).chunk for p in (other, same)))
@@ -133,7 +133,7 @@ def test_another_horizon_may_be_learned_with_the_same_weights(layout: str, horiz
         policy.spec.predicted == horizon
         and policy.network.state_dict().keys() == make("pi0").network.state_dict().keys()
     )
-    noise = conformance.random_noise(policy, 2, 1)
+    noise = laws.random_noise(policy, 2, 1)
     action = policy.act(inputs, noise)
     assert action.chunk.shape == (2, 3, 7)
     assert (policy.evaluate(inputs, action.trace).log_prob - action.log_prob).abs().max() < 1e-4
@@ -163,7 +163,7 @@ def test_a_saved_policy_needs_nothing_of_what_it_began_with(family: str, layout:
     spec = SPEC if family == "pi0" else NO_STATE
     shutil.copytree(GOLDEN / family / layout, tmp_path / "base")
     policy = make(family, spec, checkpoint=str(tmp_path / "base"), prompt="openpi")
-    conformance.perturb(policy, 0.02, seed=3)
+    laws.perturb(policy, 0.02, seed=3)
     save(policy, tmp_path / "first")
     shutil.rmtree(tmp_path / "base")
     with pytest.raises(PolicyError, match="is gone, from which tokenizer and statistics"):
@@ -175,7 +175,7 @@ def test_a_saved_policy_needs_nothing_of_what_it_began_with(family: str, layout:
     last = load(tmp_path / "second")
     for name, tensor in policy.state_dict().items():
         assert torch.equal(last.state_dict()[name], tensor), name
-    inputs, noise = inputs_of(spec, 2, seed=1), conformance.random_noise(policy, 2, 1)
+    inputs, noise = inputs_of(spec, 2, seed=1), laws.random_noise(policy, 2, 1)
     assert torch.equal(last.act(inputs, noise).chunk, policy.act(inputs, noise).chunk)
     last.export(tmp_path / "exported")
     config, first = (
@@ -236,7 +236,7 @@ def test_names_of_models_and_what_is_no_seed_are_refused(tmp_path: Path) -> None
 def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path: Path) -> None:
     source = GOLDEN / "pi05" / layout
     policy = make("pi05", NO_STATE, checkpoint=str(source), prompt="openpi")
-    conformance.perturb(policy, 0.02, seed=3)
+    laws.perturb(policy, 0.02, seed=3)
     policy.export(tmp_path / "out")
     names = {path.relative_to(source) for path in source.rglob("*")}
     assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")} == names

@@ -1,20 +1,11 @@
-"""The laws of a simulator backend, as functions that take a task and assert.
+"""The laws of a simulator's physics, as functions that take a task and assert.
 
-A new backend's test module parametrises over these lists and its own tasks:
-
-    @pytest.mark.parametrize("law", PHYSICS_LAWS, ids=name_of)
-    @pytest.mark.parametrize("spec", SPECS, ids=name_of)
-    def test_physics(law, spec):
-        law(spec)
-
-and likewise over `RENDER_LAWS` with tasks that name at least one camera. Each law is a sentence, and its
-messages say what was broken. A law asks for a few dozen env steps and frames at most, so that a simulator
-whose step takes a millisecond and whose frame takes forty is through all of them in seconds.
+Each law is a sentence, its docstring; its message says what was broken. A law asks for a few dozen env steps at most,
+so that a simulator whose step takes a millisecond is through all of them in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,35 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from sim_farm.contract import EpisodeOver, EpisodeSpec, TaskSpec
-from sim_farm.registry import make_physics, make_renderer
-from tests.sim_farm.checks import (
+from sim_farm.conformance.checks import (
     AFTER_LAST,
     ARRAYS,
     ONE,
     OTHER,
     PER_STEP,
+    Law,
+    NotApplicable,
     assert_equal,
     check_result,
     physics_of,
     random_actions,
     refusal,
-    renderer_of,
     rewards_of,
-    some_scenes,
 )
+from sim_farm.contract import EpisodeOver, EpisodeSpec, TaskSpec
+from sim_farm.registry import make_physics, make_renderer
 
-Law = Callable[[TaskSpec], None]
 LIMIT = 5
 """Env steps of the episodes that laws about the end run into."""
-
-
-def name_of(parameter: Any) -> str:
-    """A readable test id for a law or a task."""
-    return parameter.name if isinstance(parameter, TaskSpec) else parameter.__name__
-
-
-# --- physics
 
 
 def info_matches_results(spec: TaskSpec) -> None:
@@ -80,7 +62,10 @@ def physics_is_a_function_of_seed_and_actions(spec: TaskSpec) -> None:
         assert_equal(one.reset(ONE), two.reset(ONE), "two resets to the same episode differ")
         for t, action in enumerate(random_actions(one.info, 12)):
             message = f"same seed and actions, but step {t} differs (global random state? shared scene?)"
-            assert_equal(one.step(action[None]), two.step(action[None]), message)
+            result = one.step(action[None])
+            assert_equal(result, two.step(action[None]), message)
+            if result.ended:
+                break
 
 
 def reset_of_reused_equals_new(spec: TaskSpec) -> None:
@@ -93,7 +78,10 @@ def reset_of_reused_equals_new(spec: TaskSpec) -> None:
         assert_equal(used.reset(ONE), new.reset(ONE), "a used environment's reset differs from a new one's")
         for t, action in enumerate(random_actions(used.info, 12)):
             message = f"step {t} after the reset of a used environment differs: something survived the reset"
-            assert_equal(used.step(action[None]), new.step(action[None]), message)
+            result = used.step(action[None])
+            assert_equal(result, new.step(action[None]), message)
+            if result.ended:
+                break
 
 
 def episodes_with_other_seeds_differ(spec: TaskSpec) -> None:
@@ -217,7 +205,10 @@ def rewards_are_normalised(spec: TaskSpec) -> None:
 
 def reward_kind_changes_nothing_else(spec: TaskSpec) -> None:
     """Dense or sparse, the episode is the same: only the rewards differ."""
-    for kind in rewards_of(spec)[1:]:
+    others = rewards_of(spec)[1:]
+    if not others:
+        raise NotApplicable("the task has one kind of reward")
+    for kind in others:
         with physics_of(spec) as own, physics_of(replace(spec, reward=kind)) as other:
             actions, names = random_actions(own.info, 6), ARRAYS[1:]
             assert_equal(own.reset(ONE), other.reset(ONE), "the kind of reward changes how episodes begin")
@@ -292,14 +283,23 @@ def impossible_tasks_are_refused(spec: TaskSpec) -> None:
                 assert name in message, f"the refusal of {name}={value!r} does not name it: {message}"
 
 
+def recorded_state_begins_an_episode(spec: TaskSpec) -> None:
+    """A recorded initial state begins the same episode each time, and another one begins another."""
+    with physics_of(spec) as used, closing(make_physics(spec)) as new:
+        if not used.info.init_states:
+            raise NotApplicable("the task has no recorded initial states (TaskInfo.init_states is 0)")
+        one, last = (replace(ONE, init_state=index) for index in (0, used.info.init_states - 1))
+        other = used.reset(last)
+        assert_equal(used.reset(one), new.reset(one), "a recorded initial state begins two different episodes")
+        assert last == one or not np.array_equal(other.state, new.reset(one).state), "two recorded states are the same"
+
+
 def settling_ends_nothing(spec: TaskSpec) -> None:
-    """Settling is not counted and gives no reward; where a task has no rest action it is refused."""
+    """Settling is so many env steps of the rest action, which are not counted and give no reward."""
     with physics_of(spec) as physics:
-        can = bool(physics.info.rest_action)
+        if not physics.info.rest_action:
+            raise NotApplicable("the task has no rest action (TaskInfo.rest_action is empty)")
     settling = replace(spec, settle_steps=LIMIT + 2, max_episode_steps=LIMIT)
-    if not can:
-        refusal(partial(make_physics, settling), "settling without a rest action")
-        return
     with physics_of(settling) as physics, physics_of(spec) as other:
         first = physics.reset(ONE)
         check_result(first, physics.info, steps=0)
@@ -311,122 +311,12 @@ def settling_ends_nothing(spec: TaskSpec) -> None:
         assert_equal(physics.reset(ONE), first, "settling twice differs")
 
 
-# --- rendering
-
-
-def frames_match_info(spec: TaskSpec) -> None:
-    """Frames are uint8 [N, H, W, 3] for each camera asked for, of the size asked for; also when N is 0."""
-    with renderer_of(spec) as renderer, physics_of(spec) as physics:
-        assert renderer.info == physics.info, "the two halves of a task disagree on its info"
-        cameras, size = renderer.info.cameras, renderer.info.spec.image_size
-        for count in (0, 1, 2):
-            frames = renderer.render([physics.reset(ONE).scene] * count, cameras)
-            assert set(frames) == set(cameras), f"asked for {cameras}, got frames of {tuple(frames)}"
-            for name, frame in frames.items():
-                shape = (count, size, size, 3)
-                assert frame.shape == shape, f"frames of {name} have shape {frame.shape}, not {shape}"
-                assert frame.dtype == np.uint8, f"frames of {name} are {frame.dtype}, not uint8"
-        for name, frame in frames.items():
-            assert frame.std() > 1, f"the picture of {name} is empty"
-
-
-def scene_determines_picture(spec: TaskSpec) -> None:
-    """A scene gives the same bytes from a new renderer and a used one, in any order, in a batch or alone."""
-    scenes = some_scenes(spec)
-    with closing(make_renderer(spec)) as new, renderer_of(spec) as used:
-        cameras = new.info.cameras
-        used.render(scenes[::2], cameras)
-        expected = new.render(scenes, cameras)
-        backwards = used.render(scenes[::-1], cameras)
-        for i, scene in enumerate(scenes):
-            moved = np.frombuffer(scene.tobytes(), np.uint8)
-            for name in cameras:
-                alone = used.render([moved], (name,))[name][0]
-                message = f"scene {i}, camera {name}: the picture depends on more than the scene:"
-                assert np.array_equal(expected[name][i], backwards[name][-1 - i]), f"{message} order, history"
-                assert np.array_equal(expected[name][i], alone), f"{message} batch, memory"
-
-
-def different_scenes_give_different_pictures(spec: TaskSpec) -> None:
-    """Scenes of other episodes and of later steps look different to at least one camera."""
-    scenes = some_scenes(spec)
-    with renderer_of(spec) as renderer:
-        frames = renderer.render(scenes, renderer.info.cameras)
-    for i in range(len(scenes)):
-        for j in range(i):
-            seen = any(not np.array_equal(frame[i], frame[j]) for frame in frames.values())
-            assert seen, f"scenes {j} and {i} differ, but no camera shows a difference"
-
-
-def frames_are_owned(spec: TaskSpec) -> None:
-    """Frames stay as they were returned when the renderer draws the next ones."""
-    first, second, *_ = some_scenes(spec)
-    with renderer_of(spec) as renderer:
-        frames = renderer.render([first], renderer.info.cameras)
-        copies = {name: frame.copy() for name, frame in frames.items()}
-        renderer.render([second], renderer.info.cameras)
-        for name, frame in frames.items():
-            assert np.array_equal(frame, copies[name]), f"a later call overwrote the frames of {name}"
-
-
-def frames_are_drawn_where_they_are_asked_for(spec: TaskSpec) -> None:
-    """Given arrays to draw into, of any strides, a renderer leaves the same frames in them, or returns its own."""
-    scenes = some_scenes(spec)[:2]
-    with renderer_of(spec) as renderer:
-        cameras, size = renderer.info.cameras, renderer.info.spec.image_size
-        expected = renderer.render(scenes, cameras)
-        memory = np.zeros((2, len(cameras), 2 * size, size, 3), np.uint8)  # one memory, and rows that do not touch
-        out = {name: memory[:, i, ::-2] for i, name in enumerate(cameras)}
-        drawn = renderer.render(scenes, cameras, out)
-        for name in cameras:
-            assert np.array_equal(drawn[name], expected[name]), f"the place in memory changes the picture of {name}"
-        if all(drawn[name] is out[name] for name in cameras):
-            assert not memory[:, :, ::2].any(), "a renderer has drawn beside the arrays that it was given"
-
-
-def renderers_share_nothing(spec: TaskSpec) -> None:
-    """Closing one renderer leaves the pictures of another as they were."""
-    scene = some_scenes(spec)[0]
-    with renderer_of(spec) as stays:
-        with closing(make_renderer(spec)) as goes:
-            goes.render([scene], goes.info.cameras)
-            before = stays.render([scene], stays.info.cameras)
-        after = stays.render([scene], stays.info.cameras)
-    for name, frame in before.items():
-        assert np.array_equal(frame, after[name]), f"closing another renderer changed the picture of {name}"
-
-
-def observing_changes_no_physics(spec: TaskSpec) -> None:
-    """Physics is the same with and without cameras, but that the scene may be left out: nobody draws it."""
-    with physics_of(spec) as seen, physics_of(replace(spec, cameras=0)) as unseen:
-        actions = random_actions(seen.info, 6)
-        names = tuple(name for name in ARRAYS if name != "scene" or unseen.info.scene_bytes)
-        assert_equal(seen.reset(ONE), unseen.reset(ONE), "cameras change how an episode begins", names)
-        assert_equal(seen.step(actions), unseen.step(actions), "cameras change how an episode goes on", names)
-
-
-def wrong_camera_is_refused(spec: TaskSpec) -> None:
-    """An unknown camera, or more cameras than there are, raises a `FarmError` that names a valid one."""
+def settling_without_a_rest_action_is_refused(spec: TaskSpec) -> None:
+    """A task without a rest action does not settle: `settle_steps` is refused."""
     with physics_of(spec) as physics:
-        valid = physics.info.cameras[0]
-    for cameras in (("no_such_camera",), (valid, "no_such_camera"), 99):
-        wrong = replace(spec, cameras=cameras)
-        for make in (make_physics, make_renderer):
-            what = f"{make.__name__} with cameras={cameras!r}"
-            message = refusal(partial(make, wrong), what)
-            assert valid in message, f"the refusal of {what} does not name the valid {valid!r}: {message}"
-
-
-def impossible_scenes_are_refused(spec: TaskSpec) -> None:
-    """A scene of another size or kind, or a camera that was not asked for, is refused."""
-    scene = some_scenes(spec)[0]
-    with renderer_of(spec) as renderer:
-        cameras = renderer.info.cameras
-        wrong: list[Any] = [scene[:-1], np.append(scene, scene[:1]), scene[None], scene.view(np.int8), scene[:0]]
-        for given in wrong:
-            refusal(partial(renderer.render, [scene, given], cameras), f"a scene of shape {given.shape}")
-        message = refusal(partial(renderer.render, [scene], ("no_such_camera",)), "a camera that was not asked for")
-        assert cameras[0] in message, f"the refusal of a camera names none that there is: {message}"
+        if physics.info.rest_action:
+            raise NotApplicable("the task has a rest action")
+    refusal(partial(make_physics, replace(spec, settle_steps=LIMIT)), "settling without a rest action")
 
 
 PHYSICS_LAWS: list[Law] = [
@@ -447,17 +337,7 @@ PHYSICS_LAWS: list[Law] = [
     impossible_actions_are_refused,
     impossible_episodes_are_refused,
     impossible_tasks_are_refused,
+    recorded_state_begins_an_episode,
     settling_ends_nothing,
-]
-
-RENDER_LAWS: list[Law] = [
-    frames_match_info,
-    scene_determines_picture,
-    different_scenes_give_different_pictures,
-    frames_are_owned,
-    frames_are_drawn_where_they_are_asked_for,
-    renderers_share_nothing,
-    observing_changes_no_physics,
-    wrong_camera_is_refused,
-    impossible_scenes_are_refused,
+    settling_without_a_rest_action_is_refused,
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from sim_farm.conformance.reporting import NotApplicable as NotApplicable
 from sim_farm.contract import (
     INSTRUCTION_BYTES,
     EpisodeSpec,
@@ -23,10 +26,17 @@ from sim_farm.contract import (
 )
 from sim_farm.registry import make_physics, make_renderer
 
+Law = Callable[[TaskSpec], None]
+T = TypeVar("T")
 ONE, OTHER = EpisodeSpec(seed=11), EpisodeSpec(seed=12)
 PER_STEP = ("reward", "success", "terminated", "truncated")
 AFTER_LAST = ("proprio", "state", "scene")
 ARRAYS = PER_STEP + AFTER_LAST
+
+
+def name_of(parameter: Any) -> str:
+    """A readable test id for a law or a task."""
+    return parameter.name if isinstance(parameter, TaskSpec) else parameter.__name__
 
 
 _kept: dict[tuple[Callable[[TaskSpec], Any], TaskSpec], list[Any]] = {}
@@ -48,7 +58,7 @@ def _lent(make: Callable[[TaskSpec], Any], spec: TaskSpec) -> Iterator[Any]:
 
 
 def close_kept(but: str = "") -> None:
-    """Close the simulators that are kept, except the named task's; `conftest.py` does so after each module."""
+    """Close the simulators that are kept, except the named task's, as after a module of tests."""
     for key in [(make, spec) for make, spec in _kept if spec.name != but]:
         for simulator in _kept.pop(key):
             simulator.close()
@@ -57,6 +67,12 @@ def close_kept(but: str = "") -> None:
 def physics_of(spec: TaskSpec) -> AbstractContextManager[Physics]:
     """For laws that hold in any environment, as a reused one equals a new one: which is a law of its own."""
     return _lent(make_physics, spec)
+
+
+def in_another_process(work: Callable[..., T], *arguments: Any) -> T:
+    """What `work`, a function of a module, returns in a new process, which shares nothing with this one."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def rewards_of(spec: TaskSpec) -> list[Any]:

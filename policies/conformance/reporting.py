@@ -1,0 +1,1 @@
+../../sim_farm/conformance/reporting.py
