@@ -5,9 +5,11 @@
 #   make test ARGS="-k doctor"      lint, types, the default tests in two processes; ARGS go to pytest (-n 0: one process)
 #   make test-all                   the same with the slow tests: hours
 #   make docs                       writes the generated pages of docs/ anew
+#   make site                       builds the documentation's site in build/site; a broken link fails
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
+#   GPU=yes make ...                installs for a GPU that is not there yet, in a container's image
 #   make wheelhouse PYTHON=3.12 HAVE=torch,transformers PART=60M DIR=wheelhouse
 #                                   wheels for a machine without a network, in parts of that size (docs/offline.md)
 
@@ -23,7 +25,7 @@ READY := .venv/.ready-$(HASH)
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: train learn test test-all lint docs setup system wheelhouse clean distclean
+.PHONY: train learn test test-all lint docs site setup system wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -49,6 +51,13 @@ lint: setup
 
 docs: setup
 	.venv/bin/python docs/reference.py
+
+# What only the site needs is installed here: it takes 100 MB.
+site: setup
+	.venv/bin/python setup/requirements.py docs >.venv/requirements-docs.txt
+	.venv/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes -c constraints.txt \
+	  -c setup/hashes.txt -r .venv/requirements-docs.txt
+	.venv/bin/python docs/site.py
 
 setup: $(READY)
 

@@ -7,8 +7,8 @@ die() {
     exit 1
 }
 
-# True where an NVIDIA driver is running.
-has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
+# True where an NVIDIA driver is running, or will be (GPU=yes: a container's image).
+has_gpu() { [ "${GPU:-}" = yes ] || [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
 # run_as_root WHY COMMANDS: runs the shell commands as root if that needs no password. Otherwise, or with
 # SYSTEM_PACKAGES=no, prints them to be typed and fails.

@@ -1,4 +1,5 @@
-"""Prints what the project needs from others, its optional parts included, a line each: `python setup/requirements.py`.
+"""Prints what the project needs from others, its optional parts included, a line each: `python setup/requirements.py`;
+what other extras need: `python setup/requirements.py docs`.
 
 pip compares hashes of what comes from an index, and the project itself comes from none.
 """
@@ -6,6 +7,7 @@ pip compares hashes of what comes from an index, and the project itself comes fr
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ EXTRAS = ("all", "dev", "bench")
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = {*project["dependencies"], *(need for extra in EXTRAS for need in needs_of(project, extra))}
+    found = {*project["dependencies"], *(need for extra in sys.argv[1:] or EXTRAS for need in needs_of(project, extra))}
     print("\n".join(sorted(found)))
 
 

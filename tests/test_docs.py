@@ -10,8 +10,10 @@ import sys
 import typing
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
 
 import embodied
 from embodied.cli import VERBS
@@ -23,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 PAGES = (
     ROOT / "README.md",
-    ROOT / "SECURITY.md",
+    *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
     ROOT / "examples" / "README.md",
@@ -101,8 +103,9 @@ def test_every_setting_and_option_that_a_page_names_exists(page: Path) -> None:
             assert known, f"{_name(page)} gives `embodied {verb}` the option --{option}"
 
 
-def _reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def _script(name: str) -> ModuleType:
+    """The module docs/NAME.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -111,7 +114,41 @@ def _reference() -> ModuleType:
 
 @pytest.mark.parametrize("name", ["cli.md", "settings.md", "architecture.md"])
 def test_a_generated_page_is_current(name: str) -> None:
-    assert (ROOT / "docs" / name).read_text() == _reference().PAGES[name](), f"docs/{name} is old: run `make docs`"
+    current = _script("reference").PAGES[name]()
+    assert (ROOT / "docs" / name).read_text() == current, f"docs/{name} is old: run `make docs`"
+
+
+def _navigation(entries: list[Any]) -> list[str]:
+    """The pages that the site's navigation names."""
+    values = [value for entry in entries for value in entry.values()]
+    return [page for value in values for page in (_navigation(value) if isinstance(value, list) else [value])]
+
+
+def test_the_site_s_navigation_has_every_page_once() -> None:
+    named = _navigation(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    # The index of the decisions names each, and a page of measurements that of earlier ones.
+    pages = [page for page in PAGES if page not in DECISIONS and page.name != "history.md"]
+    assert sorted(named) == sorted(str(_script("site").place(page)) for page in pages)
+
+
+def test_a_link_out_of_the_pages_leads_to_a_copy_on_the_site(tmp_path: Path) -> None:
+    site = _script("site")
+    site.write_pages(tmp_path)
+    names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"index.md", "docs/decisions/README.md", "sim_farm/contract.py.md", "assets/modes.png"} <= names
+    for copy in tmp_path.rglob("*.md"):
+        text = copy.read_text()
+        for link in LINK.findall("" if copy.name.endswith(".py.md") else text):
+            target = copy.parent / link.partition("#")[0]
+            assert "://" in link or target.exists(), f"{copy.relative_to(tmp_path)} links to {link}"
+    assert "class TaskInfo" in (tmp_path / "sim_farm/contract.py.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning() -> None:
+    pytest.importorskip("zensical", reason="`make site` installs what the site is built with")
+    assert _script("site").main() == 0
+    assert (ROOT / "build" / "site" / "docs" / "ten-minutes.html").is_file()
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)

@@ -1,4 +1,4 @@
-"""An installed wheel: it has its configurations and scenes with it, and is small."""
+"""The wheel and the source archive: they have the configurations and scenes with them, and what is installed works."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -15,18 +17,37 @@ import pytest
 from embodied.config.files import CONFIGS
 
 ROOT = Path(__file__).parent.parent
+FILES = ("pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")
 SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "configs", "assets")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that the source tree stays as it is and nothing of an earlier build gets into it."""
-    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that the source tree stays as it is and nothing of an earlier build gets into what is built."""
+    copy = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy))
+    for path in (*ROOT.glob("*.md"), *(ROOT / name for name in FILES)):
+        shutil.copy(path, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def archive(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("archive")
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
+    return next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source archive, which lacks nothing that the source tree's own wheel has."""
+    return wheel_of(archive, tmp_path_factory.mktemp("wheel"))
+
+
+def wheel_of(source: Path, out: Path) -> Path:
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
     return next(out.glob("*.whl"))
 
 
@@ -51,6 +72,22 @@ def python(installed: Path, folder: Path, *arguments: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_the_archive_and_the_source_tree_give_equal_wheels(
+    archive: Path, wheel: Path, source: Path, tmp_path: Path
+) -> None:
+    members = tarfile.open(archive).getmembers()
+    assert all(member.isfile() or member.isdir() for member in members), "a link in an archive leads nowhere"
+    assert not [member.name for member in members if "/tests/" in member.name]
+    ours, theirs = zipfile.ZipFile(wheel_of(source, tmp_path)), zipfile.ZipFile(wheel)
+    assert sorted(ours.namelist()) == sorted(theirs.namelist())
+    for linked in (
+        "policies/named_code.py",
+        "embodied/configs/reach.yaml",
+        "sim_farm/backends/tabletop/scenes/reach.xml",
+    ):
+        assert ours.read(linked) == theirs.read(linked) == (ROOT / linked).read_bytes(), linked
 
 
 def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
@@ -101,6 +138,27 @@ def test_pytest_knows_the_suite_s_options_only_where_it_is_named(installed: Path
         "def test_own(request):\n    assert not hasattr(request.config.option, 'backend')"
     )
     assert "1 passed" in python(installed, tmp_path, "-m", "pytest", "-q", "test_own.py")
+
+
+def command(installed: Path, folder: Path, *arguments: str) -> str:
+    """What the installed command prints that is started in `folder`."""
+    return python(installed, folder, str(installed / "bin" / "embodied"), *arguments)
+
+
+def test_the_installed_command_says_its_version(installed: Path, tmp_path: Path) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version in command(installed, tmp_path, "--version")
+
+
+@pytest.mark.slow
+def test_the_installed_command_trains_evaluates_and_reports(installed: Path, tmp_path: Path) -> None:
+    small = ("--runtime.mode", "inline", "--eval.episodes", "4", "--eval.videos", "0")
+    command(installed, tmp_path, "train", "reach", "--name", "first", "--iterations", "2", *small)
+    (tmp_path / "runs" / "first" / "report.html").unlink()
+    assert "tabletop/reach" in command(installed, tmp_path, "eval", "first", *small)
+    command(installed, tmp_path, "report", "first")
+    assert (tmp_path / "runs" / "first" / "report.html").is_file()
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
 @pytest.mark.slow

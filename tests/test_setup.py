@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -144,3 +145,31 @@ def test_set_up_that_finds_vulkan_and_opengl_asks_for_nothing(tree: Path) -> Non
     result = run(["sh", "setup/system.sh"], tree, SYSTEM_PACKAGES="no")
     assert result.returncode == 0
     assert "Type this" not in result.stderr
+
+
+def test_both_containers_copy_what_the_set_up_reads_and_call_it(tmp_path: Path) -> None:
+    docker, apptainer = (ROOT / "Dockerfile").read_text(), (ROOT / "apptainer.def").read_text()
+    lines = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY ")]
+    copied = {name for names in lines for name in names}
+    files = apptainer.partition("%files\n")[2].partition("\n\n")[0].splitlines()
+    assert {line.split()[0] for line in files} == copied
+    for name in copied:
+        (tmp_path / name).symlink_to(ROOT / name)
+        assert (ROOT / name).exists(), name
+    steps = run(["make", "--dry-run", "setup"], tmp_path)
+    assert steps.returncode == 0 and "setup/python.sh" in steps.stdout and "setup/system.sh" in steps.stdout
+    for text in (docker, apptainer):
+        assert len(re.findall(r"GPU=.* make setup\b", text)) == 1
+        assert not re.search(r"pip install|\bsetup/\w|\.sh\b", text), "the set-up is make's"
+
+
+def test_an_image_for_a_gpu_gets_torch_with_cuda() -> None:
+    script = ". setup/common.sh; has_gpu && echo yes"
+    assert run(["sh", "-c", script], GPU="yes").stdout == "yes\n"
+
+
+def test_the_citation_has_the_project_s_version_and_licence() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    # Those that version 1.2.0 of the format requires.
+    assert {"authors", "cff-version", "message", "title"} <= set(found) and found["cff-version"] == "1.2.0"
+    assert (found["version"], found["license"]) == (project()["version"], project()["license"])

@@ -99,7 +99,9 @@ def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Col
     folder = whole_checkpoint(find_run(str(run), Path("runs")), None if checkpoint is None else Path(checkpoint))
     if folder is None:
         raise UserError(f"{run} is a configuration, and has no checkpoint: train it first, or name a checkpoint")
-    return LoadedPolicy(settle(policies.load(folder), find_device(config.policy.device)), config, folder)
+    # The kind of the configuration was allowed with it.
+    policy = policies.load(folder, code=[config.policy.kind])
+    return LoadedPolicy(settle(policy, find_device(config.policy.device)), config, folder)
 
 
 def _part(observation: Any, name: str) -> Any:
