@@ -1,5 +1,5 @@
-"""Write docs/cli.md, docs/settings.md, docs/metrics.md and the tables of docs/architecture.md from the command line, the
-configuration's schema, the declared metrics and the modules' docstrings.
+"""Write docs/cli.md, docs/settings.md, docs/metrics.md and the tables of docs/architecture.md from the command line,
+the configuration's schema, the declared metrics and the modules' docstrings.
 
     python docs/reference.py            (or `make docs`)
 
@@ -215,7 +215,12 @@ def _sentence(path: Path) -> str:
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", about)[0]
 
 
-PAGES = {"cli.md": cli_page, "settings.md": settings_page, "metrics.md": metrics_page, "architecture.md": architecture_page}
+PAGES = {
+    "cli.md": cli_page,
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+    "architecture.md": architecture_page,
+}
 
 
 def main() -> None:

@@ -33,7 +33,9 @@ ENTROPY_RATE = 0.5
 
 
 METRICS = (
-    Metric("learner/reference_kl_weight", "weight", "Weight of the divergence, where loss.reference_kl_target moves it."),
+    Metric(
+        "learner/reference_kl_weight", "weight", "Weight of the divergence, where loss.reference_kl_target moves it."
+    ),
     Metric("learner/entropy_coef", "weight", "Weight of the entropy bonus, where loss.entropy_target moves it."),
     Metric("learner/return_mean", "reward", "Running mean of returns, with advantage.normalise_returns."),
     Metric("learner/return_deviation", "reward", "Running deviation of returns, likewise."),

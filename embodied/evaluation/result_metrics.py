@@ -1,4 +1,4 @@
-"""The result of an evaluation as metrics: `eval/...` of evaluations during training, `final/...` of the one at the end."""
+"""The result of an evaluation as metrics: `eval/...` during training, `final/...` at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ METRICS = (
     Metric("eval/return_high", "reward", "Upper end of its 95% interval (Student's t)."),
     Metric("eval/episode_len", "env steps", "Mean length of an episode."),
     Metric("eval/wall_s", "s", "Time that the evaluation took."),
-    Metric("eval/success_rate/<task>", "share", "Episodes of the task that were solved, where there are several tasks."),
+    Metric(
+        "eval/success_rate/<task>", "share", "Episodes of the task that were solved, where there are several tasks."
+    ),
 )
 """Of evaluations during training, in `selection.jsonl`."""
 FINAL = tuple(Metric("final" + one.name.removeprefix("eval"), one.unit, one.meaning) for one in METRICS)

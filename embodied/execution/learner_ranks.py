@@ -18,7 +18,6 @@ from embodied.runtime.ranks import LOOPBACK
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
 
-
 METRICS = (Metric("learner/ranks", "ranks", "Learner processes that shared the update."),)
 
 

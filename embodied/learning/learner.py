@@ -53,7 +53,6 @@ from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import groups_suffice, streams
 from policies.contract import Policy
 
-
 METRICS = (
     Metric("learner/policy_lr", "rate", "Learning rate of the policy."),
     Metric("learner/frames_read", "frames", "Frames that were read back from the trajectory memory."),

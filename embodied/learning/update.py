@@ -408,7 +408,9 @@ METRICS = (
     Metric("learner/approx_kl", "nats", "Approximate KL divergence from the acting policy, a mean over ratios."),
     Metric("learner/clip_fraction", "share", "Ratios that the clip range cut off."),
     Metric("learner/grad_norm", "norm", "Norm of the gradient before it is scaled down, a mean over optimiser steps."),
-    Metric("learner/explained_variance", "share", "Variance of returns that values explain; empty if returns are equal."),
+    Metric(
+        "learner/explained_variance", "share", "Variance of returns that values explain; empty if returns are equal."
+    ),
     Metric("learner/steps", "steps", "Optimiser steps."),
     Metric("learner/skipped_steps", "steps", "Those that were skipped, since loss or gradient was not finite."),
     Metric("learner/first_ratio_error", "ratio", "Largest distance from 1 of the first minibatch's ratios."),

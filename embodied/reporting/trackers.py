@@ -14,9 +14,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
@@ -36,11 +37,6 @@ PROJECT = "embodied"
 
 class Tracker(Protocol):
     """One library. Whatever it raises ends it, and not the run."""
-
-    package: ClassVar[str]
-    """Python package that it imports."""
-    install: ClassVar[str]
-    """What `pip install` is given for it."""
 
     def begin(self, settings: Mapping[str, Any], run_dir: Path, known: str | None) -> str | None:
         """Begin the tracked run, or go on with the one that is `known`. Returns what it is known by; None if by its
@@ -64,8 +60,6 @@ class Tracker(Protocol):
 
 class TensorBoard:
     """Event files in the run's `tensorboard/`. They hold no other files."""
-
-    package = install = "tensorboard"
 
     def __init__(self) -> None:
         self._folder = Path()
@@ -108,8 +102,6 @@ class WandB:
     """Weights & Biases. Its environment variables say where (WANDB_MODE, WANDB_PROJECT, WANDB_ENTITY); the local part
     is in the run's `wandb/`."""
 
-    package = install = "wandb"
-
     def __init__(self) -> None:
         self._run: Run | None = None
 
@@ -147,16 +139,13 @@ class WandB:
             self._run.finish(exit_code=0 if done else 1)
 
 
+LONGEST, MOST = 6000, 100
+"""MLflow's limits: characters of a parameter, and parameters of a request."""
+
+
 class MLflow:
     """MLflow. MLFLOW_TRACKING_URI says where, by default a database in the run's `mlruns/`; MLFLOW_EXPERIMENT_NAME in
     which experiment."""
-
-    package = "mlflow"
-    install = "mlflow-skinny sqlalchemy alembic"
-    longest: ClassVar[int] = 6000
-    """Characters of a parameter."""
-    most: ClassVar[int] = 100
-    """Parameters of one request."""
 
     def __init__(self) -> None:
         self._client: MlflowClient | None = None
@@ -180,9 +169,9 @@ class MLflow:
         experiment = client.get_experiment_by_name(name)
         number = client.create_experiment(name, files) if experiment is None else experiment.experiment_id
         self._run_id = client.create_run(number, run_name=run_dir.name).info.run_id
-        params = [Param(key, str(value)[: self.longest]) for key, value in _flat(settings)]
-        for first in range(0, len(params), self.most):
-            client.log_batch(self._run_id, params=params[first : first + self.most])
+        params = [Param(key, str(value)[:LONGEST]) for key, value in _flat(settings)]
+        for first in range(0, len(params), MOST):
+            client.log_batch(self._run_id, params=params[first : first + MOST])
         return self._run_id
 
     @property
@@ -214,8 +203,6 @@ class MLflow:
 class Trackio:
     """Trackio. Its environment variables say where: TRACKIO_DIR locally, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
 
-    package = install = "trackio"
-
     def __init__(self) -> None:
         self._run: Any = None
 
@@ -240,10 +227,29 @@ class Trackio:
 
     def close(self, done: bool) -> None:
         if self._run is not None:
-            self._run.finish()
+            import trackio
+
+            trackio.finish()  # of the run alone, it would be ended again with the process
 
 
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio}
+@dataclass(frozen=True)
+class Library:
+    """A library by which runs can be tracked."""
+
+    make: Callable[[], Tracker]
+    package: str
+    """Python package that it imports."""
+    install: str
+    """What `pip install` is given for it."""
+
+
+TRACKERS = {
+    "tensorboard": Library(TensorBoard, "tensorboard", "tensorboard"),
+    "wandb": Library(WandB, "wandb", "wandb"),
+    "mlflow": Library(MLflow, "mlflow", "mlflow-skinny sqlalchemy alembic"),
+    "trackio": Library(Trackio, "trackio", "trackio"),
+}
+"""By the names that `track` takes."""
 
 
 def check_packages(names: Iterable[str]) -> None:
@@ -295,7 +301,9 @@ class Tracking:
             try:
                 write_whole(self._run_dir / FILE, json.dumps(self._known) + "\n")
             except OSError as error:
-                self._say(f"cannot write {self._run_dir / FILE} ({error.strerror}): a resumed run is tracked as another")
+                self._say(
+                    f"cannot write {self._run_dir / FILE} ({error.strerror}): a resumed run is tracked as another"
+                )
 
     def log(self, record: str, row: Mapping[str, float | None], env_steps: int) -> None:
         """Add a row of a record (a file's name) to every tracker; what is not a finite number is left out."""
@@ -339,7 +347,9 @@ class Tracking:
         except Exception as error:  # whatever it is: a tracker only repeats the record
             with suppress(Exception):  # of what is still to be written: there is no room for it, or it failed before
                 self._trackers.pop(name).close(False)
-            why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            why = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
             self._say(
                 f"Warning: {name} does not follow {self._run_dir} any more ({why}); the run goes on, and its "
                 "metrics.jsonl has everything"
@@ -353,7 +363,7 @@ NOT_TRACKED = Tracking(Path(), {})
 @contextmanager
 def tracked(config: Config, run_dir: Path) -> Iterator[Tracking]:
     """The run's trackers, begun and, whatever happens within, closed."""
-    tracking = Tracking(run_dir, {name: TRACKERS[name]() for name in dict.fromkeys(config.track)})
+    tracking = Tracking(run_dir, {name: TRACKERS[name].make() for name in dict.fromkeys(config.track)})
     tracking.begin(config)
     try:
         yield tracking

@@ -17,10 +17,9 @@ from embodied.statistics import wilson
 from embodied.training.checkpoints import RECENT, Position
 from embodied.workflows.sizes import tasks_of
 
-
 COUNTS = (
     Metric("iteration", "iterations", "Iterations that are done; in `embodied sft`, optimiser steps."),
-    Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, demonstrated ones learned from."),
+    Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, those learned from."),
     Metric("wall_s", "s", "Time since the run began, pauses between sessions left out."),
 )
 """What every row has."""

@@ -52,8 +52,8 @@ def check_run(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """Check a training run: its trackers, `check_run`, its plan and profile, its evaluations, and, if nothing is planned, that
-    environments divide among workers and groups among policy replicas."""
+    """Check a training run: its trackers, `check_run`, its plan and profile, its evaluations, and, if nothing is
+    planned, that environments divide among workers and groups among policy replicas."""
     if not registry.policy_class(config.policy.kind).trainable:
         raise UserError(
             f"the policy {config.policy.kind} has nothing to learn: `embodied eval` evaluates it and `embodied record` "

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from embodied.reporting.metrics import SELECTION, MetricsWriter, read
 from embodied.reporting.trackers import FILE, TRACKERS, TensorBoard, Tracking, check_packages, tracked
 from tests.full_disk import full_disk
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 """TensorBoard writes in a thread, which a full disk ends."""
 SETTINGS: dict[str, Any] = {
@@ -55,7 +60,7 @@ def write_rows(run_dir: Path, tracking: Tracking, iterations: range, success: fl
 
 def of_tensorboard(run_dir: Path) -> Points:
     found = EventAccumulator(str(run_dir / "tensorboard")).Reload()
-    return {name: [(one.step, one.value) for one in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    return {name: [(one.step, one.value) for one in found.Scalars(name)] for name in found.scalars.Keys()}
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -112,6 +117,27 @@ def test_rows_that_are_computed_again_are_there_once(name: str, tmp_path: Path) 
     assert [value for _, value in found["env/success_once"]] == [0.5] * (4 if forgets else 7) + [0.75] * (
         5 if forgets else 2
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_rows_of_a_library_of_another_environment_are_there_once(name: str, tmp_path: Path) -> None:
+    """It is installed into one that sees the packages of this one: of what is pinned, Trackio wants other versions."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
+    (site / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *TRACKERS[name].install.split()], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRACKIO_DIR": str(tmp_path / "trackio")}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    command = [python, "-m", "tests.embodied.reporting.tracked_run", name, tmp_path / "run"]
+    output = subprocess.run(command, check=True, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+    found = json.loads(output.splitlines()[-1])
+    success = [[100 * i, 0.5] for i in range(1, 5)] + [[500, 0.75], [600, 0.75]]
+    assert found["points"]["env/success_once"] == found["points"]["env/success_once/tabletop/reach"] == success
+    assert "nothing" not in found["points"] and found["points"]["final/return"][-1] == [600, 3.0]
+    assert found["task"] == Config().env.task and found["files"] == ["report.html"]
 
 
 @pytest.mark.parametrize("name", READ)
@@ -212,7 +238,8 @@ def test_tensorboard_that_has_no_room_does_not_end_a_run(tmp_path: Path) -> None
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """A tracker whose package is not installed, in a folder that has a folder of its name."""
-    monkeypatch.setattr(TRACKERS["trackio"], "package", "not_installed")  # in whatever environment the test is run
+    without = replace(TRACKERS["trackio"], package="not_installed")  # in whatever environment the test is run
+    monkeypatch.setitem(TRACKERS, "trackio", without)
     (tmp_path / "not_installed").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
