@@ -1,5 +1,5 @@
-"""Write docs/cli.md, docs/settings.md and the tables of docs/architecture.md from the command line, the configuration's
-schema and the modules' docstrings.
+"""Write docs/cli.md, docs/settings.md, docs/metrics.md and the tables of docs/architecture.md from the command line,
+the configuration's schema, the declared metrics and the modules' docstrings.
 
     python docs/reference.py            (or `make docs`)
 
@@ -26,6 +26,8 @@ from pydantic.fields import FieldInfo
 from embodied.cli import VERBS
 from embodied.commands.short_help import EXAMPLES
 from embodied.config.schema import Config
+from embodied.metric import Metric
+from embodied.training import declared_metrics
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
@@ -48,6 +50,10 @@ message says how to mend; 130 interrupted.
 SETTINGS = """
 Every setting with its default. A YAML file says what differs (`loss: {clip: 0.1}`), the command line overrides it
 (`--loss.clip 0.1`), and a run saves all of them in `config.yaml`.
+"""
+METRICS = """
+A run's numbers, under one name in its record and in the [libraries that follow it](tracking.md). A name with `<…>` is a
+family with a metric for each.
 """
 
 
@@ -111,6 +117,34 @@ def _settings(prefix: str, model: type[BaseModel]) -> list[str]:
             more = f" One of {choices}." if choices else ""
             lines.append(f"| `{prefix}{name}` | {_shown(field.default)} | {_cell(field.description or '')}{more} |")
     return lines
+
+
+def metrics_page() -> str:
+    """The page of metrics: every name with its unit and its meaning."""
+    lines = [f"# Metrics\n\n{NOTE}\n{METRICS}"]
+    sections = (
+        ("Every row", "Of `metrics.jsonl` and `selection.jsonl`.", declared_metrics.COUNTS),
+        ("Training", "`embodied train`: a row of `metrics.jsonl` for each iteration.", declared_metrics.TRAINING),
+        ("Demonstrations", "`embodied sft`: a row every `sft.measure_every` steps.", declared_metrics.IMITATION),
+        (
+            "Evaluations during training",
+            "With `eval.every`: a row of `selection.jsonl` for each.",
+            declared_metrics.EVALUATION,
+        ),
+        (
+            "The evaluation at the end",
+            "In trackers alone; `eval.json` has it. `final/…` is what `eval/…` is, of other episodes.",
+            (),
+        ),
+    )
+    for title, where, metrics in sections:
+        lines += [f"## {title}", "", where, "", *_metrics(metrics)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _metrics(metrics: tuple[Metric, ...]) -> list[str]:
+    lines = [f"| `{metric.name}` | {metric.unit} | {_cell(metric.meaning)} |" for metric in metrics]
+    return ["| metric | unit | meaning |", "|---|---|---|", *lines, ""] if metrics else []
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -181,7 +215,12 @@ def _sentence(path: Path) -> str:
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", about)[0]
 
 
-PAGES = {"cli.md": cli_page, "settings.md": settings_page, "architecture.md": architecture_page}
+PAGES = {
+    "cli.md": cli_page,
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+    "architecture.md": architecture_page,
+}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ LAYERS = (
     {"algorithms", "reporting"},
     {"trajectories"},
     {"runtime"},
-    {"doctor", "config", "run", "devices", "files", "hub", "errors", "progress", "statistics"},
+    {"doctor", "config", "run", "devices", "files", "hub", "errors", "metric", "progress", "statistics"},
 )
 """Of `embodied`, from the top down."""
 

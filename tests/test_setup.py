@@ -22,6 +22,8 @@ from sim_farm.registry import BACKENDS
 ROOT = Path(__file__).resolve().parents[1]
 OWN = "embodied-farm"
 HASHES = ROOT / "setup" / "hashes.txt"
+APART = {"trackio"}
+"""Wants another Pillow than is pinned: who uses it installs it without constraints.txt."""
 
 
 def project() -> dict[str, Any]:
@@ -71,6 +73,8 @@ def tree(tmp_path: Path) -> Path:
 def test_every_requirement_is_pinned_to_a_version_it_allows() -> None:
     pinned = pins()
     for requirement in requirements():
+        if requirement.name in APART:
+            continue
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
 
 

@@ -16,6 +16,7 @@ from embodied.algorithms.advantages import alive_actions
 from embodied.algorithms.samples import Samples
 from embodied.config.schema import Config, LossConfig
 from embodied.errors import UserError, nearest
+from embodied.metric import Metric
 from embodied.run import checkpoint
 from embodied.trajectories.batch import Trajectories
 
@@ -29,6 +30,17 @@ WEIGHT_RANGE = (1e-3, 1e3)
 """Range of an adaptive weight of the loss, in multiples of its first value."""
 ENTROPY_RATE = 0.5
 """Change of the logarithm of the entropy's weight per nat below the target, and its limit per iteration."""
+
+
+METRICS = (
+    Metric(
+        "learner/reference_kl_weight", "weight", "Weight of the divergence, where loss.reference_kl_target moves it."
+    ),
+    Metric("learner/entropy_coef", "weight", "Weight of the entropy bonus, where loss.entropy_target moves it."),
+    Metric("learner/return_mean", "reward", "Running mean of returns, with advantage.normalise_returns."),
+    Metric("learner/return_deviation", "reward", "Running deviation of returns, likewise."),
+)
+"""The adaptive coefficients."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from embodied.errors import CheckpointError
+from embodied.metric import Metric
 from embodied.trajectories.batch import EndedEpisode
 from sim_farm.episodes import Float64
 
@@ -145,6 +146,17 @@ class TaskCurriculum:
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Continue from `state`. A checkpoint of another number of tasks, or without any, begins anew."""
         self._counts.load(state)
+
+
+METRICS = (
+    Metric("curriculum/tried", "share", "Starts of which an episode has ended."),
+    Metric("curriculum/tried/<task>", "share", "The same of each task of a run that has several."),
+    Metric("curriculum/solved_sometimes", "share", "Starts that are solved in 10% to 90% of their episodes."),
+    Metric("curriculum/solved_sometimes/<task>", "share", "The same of each task of a run that has several."),
+    Metric("curriculum/effective_starts", "starts", "Equally likely starts that would vary as much as those drawn."),
+    Metric("curriculum/effective_starts/<task>", "starts", "The same of each task of a run that has several."),
+    Metric("curriculum/decisions/<task>", "decisions", "Decisions of each of the task's environments in a rollout."),
+)
 
 
 # --- The curricula of a run.

@@ -22,10 +22,13 @@ from embodied.evaluation.evaluate import (
 )
 from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
+from embodied.evaluation.result_metrics import metrics_of
 from embodied.execution.session import Session, open_session
 from embodied.reporting.live import optional
+from embodied.reporting.metrics import read
 from embodied.reporting.report import write_report
 from embodied.reporting.tables import evaluation_table
+from embodied.reporting.trackers import Tracking
 from embodied.run import checkpoint
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run, settings_of
@@ -121,16 +124,20 @@ def show_table(result: dict[str, Any]) -> None:
 
 
 def finish_run(
-    config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool
+    config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool, *, tracking: Tracking
 ) -> dict[str, Any]:
-    """Evaluate what a run has learned, film it and write the report; both results as one."""
+    """Evaluate what a run has learned, film it and write the report, for trackers too; both results as one."""
     subject = subject_of(str(run_dir), config, None, run_dir.parent)
     # A run that goes on after its training had ended has its evaluation gone on with.
     with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
         evaluated = evaluate(subject, protocol_of(config), session, folder)
     show_table(evaluated)
+    rows = read(run_dir)
+    tracking.evaluation(metrics_of(evaluated, "final"), rows[-1]["env_steps"] if rows else 0)
+    tracking.file(Path(evaluated["folder"]) / "videos" / "evaluation.mp4")
     result = {**evaluated, "eval_wall_s": evaluated["wall_s"], **result}
     with optional("the report"):
         result["report"] = str(write_report(run_dir))
         show(f"report: [bold]{result['report']}[/]")
+        tracking.file(Path(result["report"]))
     return result

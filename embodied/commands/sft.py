@@ -15,6 +15,7 @@ from embodied.devices import release
 from embodied.errors import UserError
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution.session import open_session
+from embodied.reporting.trackers import check_packages, tracked
 from embodied.run.folder import begun_from, open_run_folder
 from embodied.run.saved_settings import find_run, recorded_settings
 from embodied.training.preflight import check_evaluation
@@ -63,6 +64,7 @@ def _continued(given: SFTConfig, recorded: SFTConfig, run_dir: Path) -> SFTConfi
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = _with_data(begun_from(config, runs_dir, resume), runs_dir, resume)
+    check_packages(config.track)
     check_evaluation(config, (config.env.task,))
     protocol = protocol_of(config)
     check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
@@ -76,7 +78,8 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
             config = config.model_copy(update={"sft": _continued(config.sft, recorded_settings(run_dir).sft, run_dir)})
         if config.eval.every:
             show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")
-        result = imitate(config, info, run_dir, found)
-        release()  # the evaluator, in a process of its own, needs the device's memory
-        with open_session(config) as session:
-            return finish_run(config, run_dir, session, result, found is not None)
+        with tracked(config, run_dir) as tracking:
+            result = imitate(config, info, run_dir, found, tracking=tracking)
+            release()  # the evaluator, in a process of its own, needs the device's memory
+            with open_session(config) as session:
+                return finish_run(config, run_dir, session, result, found is not None, tracking=tracking)

@@ -76,15 +76,20 @@ def train_run(
     """Train, evaluate, film, report; `callbacks` see each iteration. Returns the result as plain data."""
     from embodied.commands.evaluate import finish_run
     from embodied.execution.session import open_session
+    from embodied.reporting.trackers import tracked
     from embodied.run.folder import begun_from, open_run_folder
     from embodied.training import loop
     from embodied.training.preflight import check_training
 
     config = begun_from(config, runs_dir, resume)
     check_training(config)
-    with open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found), open_session(config) as session:
-        result = loop.train(config, run_dir, session, found, callbacks)
-        return finish_run(config, run_dir, session, result, found is not None)
+    with (
+        open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found),
+        tracked(config, run_dir) as tracking,
+        open_session(config) as session,
+    ):
+        result = loop.train(config, run_dir, session, found, callbacks, tracking=tracking)
+        return finish_run(config, run_dir, session, result, found is not None, tracking=tracking)
 
 
 # --- One configuration as several: a seed each, or a setting's values. They run one after the other.

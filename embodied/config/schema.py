@@ -520,6 +520,9 @@ class PlanConfig(Section):
     """Plan again when measured times leave the prediction for good and another plan pays."""
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class Config(Section):
     """One training run."""
 
@@ -541,6 +544,8 @@ class Config(Section):
     keep_checkpoints: Annotated[int, Field(ge=1)] | None = None
     """The newest checkpoints that are kept, beside the best where eval.every tells one; older ones are removed once a
     newer one is written. None keeps all."""
+    track: Annotated[tuple[TrackerName, ...], BeforeValidator(_each)] = ("tensorboard",)
+    """Libraries that follow the run, each by its own client (docs/tracking.md); none: the run's folder alone."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
     extra_tasks: tuple[ExtraTask, ...] = ()

@@ -11,11 +11,14 @@ from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.learner import ReceivedPart
 from embodied.learning.offload import Switch
+from embodied.metric import Metric
 from embodied.run.background_writer import Written
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import LOOPBACK
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
+
+METRICS = (Metric("learner/ranks", "ranks", "Learner processes that shared the update."),)
 
 
 def ranks_of(config: Config, assignment: Assignment) -> int:

@@ -25,6 +25,7 @@ from embodied.execution.learner_ranks import received_by_ranks
 from embodied.execution.roles import LearnerRole, RolloutRole, ScorerRole
 from embodied.execution.session import Session
 from embodied.learning.learner import ReceivedPart
+from embodied.metric import Metric
 from embodied.rollout.rollout_summary import EpisodePart, RolloutSummary
 from embodied.run.trace import Span
 from embodied.runtime.handles import Caller, WorkerGroup
@@ -34,6 +35,12 @@ from sim_farm.client.farm import Farm
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
+
+
+METRICS = (
+    Metric("time/<component>_s", "s", "Time in which a scorer (reward worker, reference policy) judged trajectories."),
+    Metric("learner/informative_groups", "groups", "Episode groups that the estimator keeps: outcomes differ (grpo)."),
+)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from embodied.execution.rollouts import (
 from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
+from embodied.metric import Metric
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.runtime.handles import WorkerGroup
@@ -46,6 +47,9 @@ from sim_farm.client.farm import Farm
 
 ANSWER_S = 5.0
 """Longest wait, after a loss, for a rank to answer whether it still writes a checkpoint."""
+
+
+METRICS = (Metric("time/switch_s", "s", "Time in which roles changed places in a device's memory; 0 where none do."),)
 
 
 @dataclass(kw_only=True)

@@ -41,6 +41,7 @@ from embodied.learning.offload import Offload, Switch
 from embodied.learning.parallel import ReplicatedPolicy, values_of
 from embodied.learning.update import LossFunction, Update, UpdateStatistics, make_optimizer, metrics_of
 from embodied.learning.weight_sync import WeightsPublisher
+from embodied.metric import Metric
 from embodied.run import checkpoint
 from embodied.run.background_writer import BackgroundWriter, Written
 from embodied.runtime.ranks import LOOPBACK, Ranks
@@ -51,6 +52,14 @@ from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import groups_suffice, streams
 from policies.contract import Policy
+
+METRICS = (
+    Metric("learner/policy_lr", "rate", "Learning rate of the policy."),
+    Metric("learner/frames_read", "frames", "Frames that were read back from the trajectory memory."),
+    Metric("learner/frame_copies", "copies", "Copies of frames that this took."),
+    Metric("learner/broken_episodes", "episodes", "Episodes left out, since a reward or observation was not finite."),
+    Metric("learner/update_s", "s", "Time of the update, advantages included."),
+)
 
 
 @dataclass(frozen=True)

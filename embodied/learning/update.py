@@ -39,6 +39,7 @@ from embodied.config.schema import Config, LossConfig, OptimConfig
 from embodied.devices import defines, device_of, to_host
 from embodied.errors import UserError
 from embodied.learning.parallel import ReplicatedPolicy, log_probs_of, precomputed_of
+from embodied.metric import Metric
 from embodied.trajectories.random_streams import permutation
 from policies.contract import Policy
 
@@ -398,6 +399,26 @@ def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
 
 
 # --- metrics, and minibatches kept for inspection
+
+
+METRICS = (
+    Metric("learner/policy_loss", "loss", "Loss of the policy, a mean over samples."),
+    Metric("learner/value_loss", "loss", "Loss of the value head, a mean over values; 0 without a critic."),
+    Metric("learner/entropy", "nats", "Entropy of what the policy samples from, a mean over samples."),
+    Metric("learner/approx_kl", "nats", "Approximate KL divergence from the acting policy, a mean over ratios."),
+    Metric("learner/clip_fraction", "share", "Ratios that the clip range cut off."),
+    Metric("learner/grad_norm", "norm", "Norm of the gradient before it is scaled down, a mean over optimiser steps."),
+    Metric(
+        "learner/explained_variance", "share", "Variance of returns that values explain; empty if returns are equal."
+    ),
+    Metric("learner/steps", "steps", "Optimiser steps."),
+    Metric("learner/skipped_steps", "steps", "Those that were skipped, since loss or gradient was not finite."),
+    Metric("learner/first_ratio_error", "ratio", "Largest distance from 1 of the first minibatch's ratios."),
+    Metric("learner/stopped_by_kl", "0 or 1", "1 if optim.target_kl ended the update early."),
+    Metric("learner/reference_kl", "nats", "KL divergence from the reference policy, where the loss has it."),
+    Metric("learner/auxiliary_loss", "loss", "Loss that the policy itself adds, where it does."),
+)
+"""Of an update on samples."""
 
 
 def metrics_of(samples: Samples, found: UpdateStatistics, settings: LossConfig) -> dict[str, float]:

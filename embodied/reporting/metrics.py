@@ -1,9 +1,9 @@
-"""One row of numbers per iteration, in `metrics.jsonl` and in TensorBoard; those of evaluations during training, which
-not every iteration has, in `selection.jsonl`.
+"""One row of numbers per iteration, in `metrics.jsonl`; those of evaluations during training, which not every iteration
+has, in `selection.jsonl`.
 
 `metrics.jsonl` is the record: one JSON object per line with `iteration`, `env_steps`, `wall_s` (seconds
-since the run began, continuing over resumes) and the metrics. TensorBoard's files repeat it, over env steps.
-`selection.jsonl` alike.
+since the run began, continuing over resumes) and the metrics. Trackers (`embodied.reporting.trackers`) repeat it, over
+env steps. `selection.jsonl` alike.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embodied.errors import UserError
 from embodied.files import Lines, read_lines, write_whole
 from embodied.reporting.live import tell
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from embodied.reporting.trackers import NOT_TRACKED, Tracking
 
 FILE = "metrics.jsonl"
 SELECTION = "selection.jsonl"
@@ -38,22 +36,20 @@ class MetricsWriter:
     """Appends rows to a run's record. A row that `write` has returned from survives the process's death.
 
     A row that cannot be written, as on a full disk, is reported once, and the run continues: the row is kept in memory
-    and written before the next one. TensorBoard's files, which repeat the record, then end.
+    and written before the next one.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        tensorboard: bool = True,
+        tracking: Tracking = NOT_TRACKED,
         file: str = FILE,
         say: Callable[[str], None] = tell,
     ) -> None:
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._name, self._path = file, self._run_dir / file
-        self._tensorboard = tensorboard
-        self._summary: SummaryWriter | None = None
-        self._purge_step: int | None = None
+        self._tracking = tracking
         self._say = say
         self._unwritten: list[dict[str, Any]] = []
         self._lines = Lines(self._path)
@@ -62,10 +58,12 @@ class MetricsWriter:
         """Append one row; numbers that are not finite are written as null. `values` holds `wall_s` too."""
         counts = {"iteration": int(iteration), "env_steps": int(env_steps)}
         numbers = {name: _number(value) for name, value in values.items() if name not in counts}
-        self._unwritten.append({**counts, "wall_s": None, **numbers})
+        row = {**counts, "wall_s": None, **numbers}
+        self._unwritten.append(row)
         self._catch_up()
-        if self._tensorboard and not self._unwritten:
-            self._repeat(values, int(env_steps))
+        if self._name != FILE:  # the iteration has its count and time from its own row
+            row = {name: value for name, value in numbers.items() if name != "wall_s"}
+        self._tracking.log(self._name, row, int(env_steps))
 
     def _catch_up(self) -> None:
         """Write the rows that wait."""
@@ -84,21 +82,6 @@ class MetricsWriter:
         if behind:
             self._say(f"{self._path} is written again, and has all rows")
 
-    def _repeat(self, values: Mapping[str, float], env_steps: int) -> None:
-        try:
-            summary = self._summary_writer()
-            for name, value in values.items():
-                summary.add_scalar(name, float(value), global_step=env_steps)
-            summary.flush()
-        except Exception as error:  # whatever it is: the files only repeat the record
-            self._tensorboard = False
-            self._close_summary()
-            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._say(
-                f"cannot write {self._run_dir / 'tensorboard'} ({why}): TensorBoard's files end here, {self._name} "
-                "goes on"
-            )
-
     def sync(self) -> None:
         """Have the rows on the disk, as far as there is room: before anything counts that comes after them."""
         with suppress(OSError):
@@ -107,7 +90,7 @@ class MetricsWriter:
     def truncate(self, after_iteration: int) -> None:
         """Drop the rows of iterations later than this one: those that a resumed run will repeat.
 
-        TensorBoard discards the same points. Raises `MetricsError`; then all rows are still there.
+        Trackers go back as far. Raises `MetricsError`; then all rows are still there.
         """
         self._unwritten = [row for row in self._unwritten if row["iteration"] <= after_iteration]
         rows = read(self._run_dir, self._name)
@@ -121,35 +104,18 @@ class MetricsWriter:
             raise MetricsError(f"cannot write {self._path} ({error.strerror}): free some room on that disk") from error
         finally:
             self._lines = Lines(self._path)
-        self._purge_step = rows[len(kept)]["env_steps"]
-        self._close_summary()  # a file says at its beginning what it replaces
-
-    def _close_summary(self) -> None:
-        summary, self._summary = self._summary, None
-        if summary is not None:
-            with suppress(Exception):  # of what is still to be written: there is no room for it, or it failed before
-                summary.close()
+        self._tracking.rewind(self._name, rows[len(kept)]["env_steps"], rows[-1]["env_steps"])
 
     def close(self) -> None:
         if self._unwritten:
             self._catch_up()
         self._lines.close()
-        self._close_summary()
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _summary_writer(self) -> SummaryWriter:
-        if self._summary is None:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used
-
-            # TensorBoard reads one file of a folder at a time, and never comes back to an earlier one.
-            folder = self._run_dir / "tensorboard" / ("" if self._name == FILE else Path(self._name).stem)
-            self._summary = SummaryWriter(str(folder), purge_step=self._purge_step)
-        return self._summary
 
 
 def read(run_dir: str | os.PathLike[str], file: str = FILE) -> list[dict[str, Any]]:

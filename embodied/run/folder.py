@@ -31,6 +31,8 @@ from embodied.run.saved_settings import CONFIG, find_run, recorded_settings
 from policies import registry
 
 METRICS, OWNER = "metrics.jsonl", ".owner"
+TRACKED = ("tensorboard", "trackers.json")
+"""What trackers keep of a run in its folder, and go on with."""
 
 
 def lasting_root(run_dir: Path) -> Path:
@@ -230,13 +232,16 @@ def _checkpoint_to_go_on_from(run_dir: Path) -> Path | None:
 
 
 def _set_record_aside(run_dir: Path) -> Path | None:
-    """Rename metrics.jsonl to metrics.jsonl.1 (.2, ...), tensorboard/ alike; None where there was no row to keep."""
-    record, tensorboard = run_dir / METRICS, run_dir / "tensorboard"
+    """Rename metrics.jsonl to metrics.jsonl.1 (.2, ...), with what trackers keep; None where there was no row to keep.
+
+    A run that begins anew is then tracked as another."""
+    record = run_dir / METRICS
     if not _has_rows(record):
         return None
     suffix = next(f".{n}" for n in count(1) if not (run_dir / f"{METRICS}.{n}").exists())
-    if tensorboard.is_dir():
-        tensorboard.rename(run_dir / f"tensorboard{suffix}")
+    for kept in (run_dir / name for name in TRACKED):
+        if kept.exists():
+            kept.rename(kept.with_name(kept.name + suffix))
     return record.rename(run_dir / (METRICS + suffix))
 
 

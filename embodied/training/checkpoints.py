@@ -22,6 +22,7 @@ import numpy as np
 
 from embodied.config.schema import Config
 from embodied.execution.iteration import Iteration, OnPolicy
+from embodied.metric import Metric
 from embodied.reporting.live import tell
 from embodied.reporting.metrics import MetricsWriter
 from embodied.run import checkpoint
@@ -39,6 +40,12 @@ SHARE = 0.02
 RECENT = 100
 """Training episodes over which the success and the return that are reported as `env/success_recent` and
 `env/return_recent` are averaged."""
+
+
+METRICS = (
+    Metric("time/checkpoint_stall_s", "s", "Time for which the run stood still for checkpoints since the last row."),
+    Metric("time/checkpoint_write_s", "s", "Time of writing complete checkpoints since then, while the run went on."),
+)
 
 
 @dataclass

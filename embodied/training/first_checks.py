@@ -10,6 +10,7 @@ import os
 
 from embodied import hub
 from embodied.config.schema import HERE, Config
+from embodied.reporting.trackers import check_packages
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_episode_groups, physics_workers_of, tasks_of
 from policies.kinds import check_folders, check_kind
@@ -43,6 +44,11 @@ def check_farms(config: Config) -> None:
     if config.plan.mode == "configured" and config.plan.file is None:
         for task in tasks_of(config):
             _check_division(config, task.env.num_envs)
+
+
+def check_trackers(config: Config) -> None:
+    """Check that the libraries that are to follow the run are installed."""
+    check_packages(config.track)
 
 
 def check_trials(config: Config) -> None:

@@ -11,11 +11,42 @@ import numpy as np
 
 from embodied.config.schema import Config
 from embodied.execution.iteration import Iteration
+from embodied.metric import Metric
 from embodied.rollout.rollout_summary import RolloutSummary
 from embodied.statistics import wilson
 from embodied.training.checkpoints import RECENT, Position
 from embodied.workflows.sizes import tasks_of
 from sim_farm.catalogue import exact_replay
+
+COUNTS = (
+    Metric("iteration", "iterations", "Iterations that are done; in `embodied sft`, optimiser steps."),
+    Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, those learned from."),
+    Metric("wall_s", "s", "Time since the run began, pauses between sessions left out."),
+)
+"""What every row has."""
+METRICS = (
+    Metric("env/episodes", "episodes", "Episodes that ended in the rollout."),
+    Metric("env/success_once", "share", "Those of them that were solved at some env step."),
+    Metric("env/success_once/<task>", "share", "The same of each task of a run that has several."),
+    Metric("env/success_recent", "share", "Solved episodes among the last 100; empty before there are as many."),
+    Metric("env/return", "reward", "Mean return of the episodes that ended."),
+    Metric("env/return_recent", "reward", "Mean return of the last 100 episodes; empty before there are as many."),
+    Metric("env/episode_len", "env steps", "Mean length of the episodes that ended."),
+    Metric("farm/env_steps_per_s", "env steps/s", "Env steps over the time of the whole iteration."),
+    Metric("farm/rollout_env_steps_per_s", "env steps/s", "Env steps over the time of the rollout."),
+    Metric("farm/physics_busy_s", "s", "Time in which physics workers simulated, summed over them."),
+    Metric("farm/render_busy_s", "s", "Time in which frames were drawn, summed over the workers that draw."),
+    Metric("farm/wire_bytes_per_env_step", "bytes", "Traffic with physics workers on other machines."),
+    Metric("farm/frame_copies", "copies", "Copies of a frame on its way from renderer to device."),
+    Metric("lag/updates", "updates", "Updates by which the acting weights were behind the learner's."),
+    Metric("time/iteration_s", "s", "Time of the iteration."),
+    Metric("time/physics", "share", "Of the iteration's time, waiting for physics."),
+    Metric("time/render", "share", "Of the iteration's time, waiting for frames."),
+    Metric("time/policy", "share", "Of the iteration's time, inference."),
+    Metric("time/learner", "share", "Of the iteration's time, the update."),
+    Metric("time/transport", "share", "Of the iteration's time, moving data."),
+    Metric("time/idle", "share", "Of the iteration's time, what none of these explains."),
+)
 
 
 def iteration_row(

@@ -29,6 +29,7 @@ from embodied.files import is_full
 from embodied.planning.run_plans import Move, Watch, plan_run
 from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
+from embodied.reporting.trackers import NOT_TRACKED, Tracking
 from embodied.run import checkpoint
 from embodied.run.folder import lasting_root, newest_whole
 from embodied.run.trace import TraceWriter
@@ -49,16 +50,19 @@ def train(
     session: Session,
     resume_from: Path | None,
     callbacks: Sequence[Callback] = (),
+    *,
+    tracking: Tracking = NOT_TRACKED,
 ) -> dict[str, Any]:
-    """Run the remaining iterations and write a checkpoint of the last. `callbacks` see each iteration. Returns the
-    result as plain data.
+    """Run the remaining iterations and write a checkpoint of the last. `callbacks` see each iteration, and `tracking`
+    its row. Returns the result as plain data.
 
     If the run is interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
     begin = time.monotonic()
     planned = plan_run(config, session, run_dir)
     recovery = Recovery(run_dir)
-    loop = _Loop(config, run_dir, Selection(config, run_dir, session), recovery, session.runtime, callbacks)
+    selection, metrics = Selection(config, run_dir, session, tracking), MetricsWriter(run_dir, tracking)
+    loop = _Loop(config, run_dir, selection, metrics, recovery, session.runtime, callbacks)
     first, startup_s = resume_from, 0.0
     with loop.metrics, closing(loop.selection):
         while True:
@@ -126,18 +130,18 @@ class _Loop:
         config: Config,
         run_dir: Path,
         selection: Selection,
+        metrics: MetricsWriter,
         recovery: Recovery,
         runtime: Runtime,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.config, self.run_dir, self.selection = config, run_dir, selection
+        self.config, self.run_dir, self.selection, self.metrics = config, run_dir, selection, metrics
         self._recovery, self._runtime, self._callbacks = recovery, runtime, callbacks
         self._stopping: str | None = None
         """A callback's reason to end the run."""
         self._save_at = -1
         """Iteration whose checkpoint a callback has asked for."""
         self.position = Position()
-        self.metrics = MetricsWriter(run_dir)
         self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}

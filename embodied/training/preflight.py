@@ -18,6 +18,7 @@ from embodied.execution.assignment import Assignment, configured, farm_spec, obs
 from embodied.execution.policy_workers import check_replicas
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
+from embodied.reporting.trackers import check_packages
 from embodied.training.selection import selection_protocol
 from embodied.workflows.checks import check_starts, check_task_curriculum
 from embodied.workflows.context import task_spec
@@ -51,13 +52,14 @@ def check_run(config: Config) -> None:
 
 
 def check_training(config: Config) -> None:
-    """Check a training run: `check_run`, its plan and profile, its evaluations, and, if nothing is planned, that
-    environments divide among workers and groups among policy replicas."""
+    """Check a training run: its trackers, `check_run`, its plan and profile, its evaluations, and, if nothing is
+    planned, that environments divide among workers and groups among policy replicas."""
     if not registry.policy_class(config.policy.kind).trainable:
         raise UserError(
             f"the policy {config.policy.kind} has nothing to learn: `embodied eval` evaluates it and `embodied record` "
             "records its episodes; to train, take another policy.kind (gaussian_mlp, for example)"
         )
+    check_packages(config.track)
     check_run(config)
     protocol = protocol_of(config)
     check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)

@@ -28,9 +28,11 @@ from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.folder import Identity, read_identity
 from embodied.evaluation.protocol import Protocol, protocol_of
+from embodied.evaluation.result_metrics import metrics_of
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import SELECTION, MetricsWriter, read
+from embodied.reporting.trackers import NOT_TRACKED, Tracking
 from embodied.run import checkpoint
 
 OTHER_SEEDS = 2**30
@@ -59,10 +61,10 @@ class Candidate:
 class Selection:
     """Evaluates a run's checkpoints, one at a time, and keeps track of the best."""
 
-    def __init__(self, config: Config, run_dir: Path, session: Session) -> None:
+    def __init__(self, config: Config, run_dir: Path, session: Session, tracking: Tracking = NOT_TRACKED) -> None:
         videos = config.eval.model_copy(update={"videos": 0})
         self._config, self._session = config.model_copy(update={"eval": videos}), session
-        self._run_dir, self._root = run_dir, run_dir / "checkpoints"
+        self._run_dir, self._root, self._tracking = run_dir, run_dir / "checkpoints", tracking
         self._protocol = selection_protocol(config) if config.eval.every else None
         self._done: dict[int, float] = {}
         """Measure of this protocol's evaluations, by iteration."""
@@ -87,7 +89,7 @@ class Selection:
         also which checkpoint was the best."""
         if self._protocol is None and not (self._run_dir / SELECTION).exists():
             return
-        with MetricsWriter(self._run_dir, file=SELECTION) as record:
+        with MetricsWriter(self._run_dir, self._tracking, SELECTION) as record:
             record.truncate(iteration)
         for folder in self._folder(0).parent.glob("[0-9]*"):
             if folder.name.isdecimal() and int(folder.name) > iteration:
@@ -164,8 +166,8 @@ class Selection:
 
     def _note(self, candidate: Candidate, found: Mapping[str, Any]) -> str:
         iteration = candidate.iteration
-        with MetricsWriter(self._run_dir, file=SELECTION) as record:
-            record.write(iteration, candidate.env_steps, {"wall_s": candidate.wall_s, **_row(found)})
+        with MetricsWriter(self._run_dir, self._tracking, SELECTION) as record:
+            record.write(iteration, candidate.env_steps, {"wall_s": candidate.wall_s, **metrics_of(found, "eval")})
         measure = _measure(found)
         assert measure is not None, "an evaluation has a return"
         self._done[iteration] = measure
@@ -213,18 +215,6 @@ def _identity(folder: Path) -> Identity | None:
 def _measure(found: Mapping[str, Any], prefix: str = "") -> float | None:
     """By what checkpoints are compared: success, or return where the tasks have no success."""
     return found.get(f"{prefix}success_rate", found.get(f"{prefix}return"))
-
-
-def _row(found: Mapping[str, Any]) -> dict[str, float]:
-    """The result of an evaluation as metrics."""
-    names = ("episodes", "return", "return_low", "return_high", "episode_len", "wall_s")
-    rates = ("success_rate", "success_low", "success_high")
-    tasks = found["tasks"] if len(found["tasks"]) > 1 else []
-    return {
-        **{f"eval/{name}": found[name] for name in rates if name in found},
-        **{f"eval/{name}": found[name] for name in names},
-        **{f"eval/success_rate/{task['task']}": task["success_rate"] for task in tasks if "success_rate" in task},
-    }
 
 
 # --- the background: a process on a core, and with a GPU, that the run does not use

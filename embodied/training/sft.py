@@ -39,8 +39,10 @@ from embodied.devices import Affinity, available_threads, device_of, useful_thre
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
 from embodied.files import write_whole
+from embodied.metric import Metric
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
+from embodied.reporting.trackers import NOT_TRACKED, Tracking
 from embodied.run import checkpoint
 from embodied.training.checkpoints import Unwritten
 from embodied.training.interrupts import deferred_interrupts
@@ -62,6 +64,17 @@ DATA = "data.json"
 """File of the data's inspection, in the run's folder."""
 CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
 """Settings that must be equal in a recording and in the run's environments."""
+
+
+METRICS = (
+    Metric("sft/loss", "loss", "Mean loss of the steps since the last row."),
+    Metric("sft/held_out_loss", "loss", "Loss on held-out episodes."),
+    Metric(
+        "sft/held_out_distance",
+        "action units",
+        "Distance of the policy's mode from what was demonstrated in held-out episodes, a mean over action elements.",
+    ),
+)
 
 
 def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
@@ -285,8 +298,11 @@ class Imitator:
         return self._order[place * self._batch : (place + 1) * self._batch]
 
 
-def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | None) -> dict[str, Any]:
-    """Run the steps that are left and leave a checkpoint of the last. Returns the result as plain data.
+def imitate(
+    config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | None, *, tracking: Tracking = NOT_TRACKED
+) -> dict[str, Any]:
+    """Run the steps that are left and leave a checkpoint of the last; `tracking` sees the rows. Returns the result as
+    plain data.
 
     Interrupted, the last finished step is kept as a checkpoint.
     """
@@ -310,7 +326,7 @@ def imitate(config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | N
     data = understood.as_data() | {"text": text(understood), "starts": starts}
     write_whole(run_dir / DATA, json.dumps(data, indent=1))
     try:
-        measured = _learn(imitator, config, log)
+        measured = _learn(imitator, config, log, tracking)
     except BaseException:  # of an interrupted run, or one whose loss went astray
         log.save(imitator)
         raise
@@ -358,11 +374,11 @@ class _Log:
             raise self.unwritten.error()
 
 
-def _learn(imitator: Imitator, config: Config, log: _Log) -> dict[str, float]:
+def _learn(imitator: Imitator, config: Config, log: _Log, tracking: Tracking) -> dict[str, float]:
     """The steps that are left, with their rows of metrics; the last of these."""
     row, losses, total = dict[str, float](), list[float](), config.sft.steps
     title = f"Learning from {imitator.demonstrations.episodes} episodes"
-    with MetricsWriter(log.run_dir) as metrics, steps(title, total) as bar:
+    with MetricsWriter(log.run_dir, tracking) as metrics, steps(title, total) as bar:
         metrics.truncate(imitator.done)
         bar.advance(imitator.done)
         while imitator.done < total:

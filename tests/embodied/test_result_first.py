@@ -73,4 +73,4 @@ def test_tensorboard_that_fails_costs_its_files(trained: Any, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # its import fails
     _, folder = trained(None)
     assert (folder / "metrics.jsonl").read_text().count("\n") == 1
-    assert capsys.readouterr().out.count("TensorBoard's files end here") == 1
+    assert capsys.readouterr().out.count("Warning: tensorboard does not follow") == 1

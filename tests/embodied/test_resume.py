@@ -22,6 +22,7 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import FILE, read
+from embodied.reporting.trackers import FILE as TRACKED
 from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import open_run_folder, prepare_run
@@ -167,13 +168,16 @@ def test_a_run_that_crashed_before_its_first_checkpoint_starts_over_and_keeps_it
     shutil.copytree(tmp_path / "whole", crashed)
     recorded = (crashed / FILE).read_bytes()
     for number in (1, 2):  # again and again
+        (crashed / TRACKED).write_text(f"{number}")
         shutil.rmtree(crashed / "checkpoints")
         assert prepare_run(config, crashed, resume=True) is None
         with open_session(config) as session:
             training.train(config, crashed, session, None)
         assert_same_run(crashed, tmp_path / "whole")
         assert (crashed / f"{FILE}.1").read_bytes() == recorded
-        assert (crashed / f"{FILE}.{number}").is_file() and (crashed / f"tensorboard.{number}").is_dir()
+        assert (crashed / f"{FILE}.{number}").is_file()
+        assert not (crashed / TRACKED).exists(), "it is tracked as another run"
+        assert (crashed / f"{TRACKED}.{number}").read_text() == f"{number}"
 
 
 def test_a_run_that_fails_as_it_begins_anew_keeps_its_record(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def write_run(path: Path, iterations: int = 40) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.yaml").write_text(CONFIG)
     (path / "eval.json").write_text(json.dumps(EVALUATION))
-    with MetricsWriter(path, tensorboard=False) as writer:
+    with MetricsWriter(path) as writer:
         for iteration in range(1, iterations + 1):
             writer.write(iteration, 4096 * iteration, metrics_row(iteration, rng))
     write_trace(path / "trace.json", iterations)

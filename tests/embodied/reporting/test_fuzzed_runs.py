@@ -37,7 +37,7 @@ def write_folder(path: Path) -> Path:
     second = {**EVALUATION, "task": "tabletop/push", "protocol": {"limits": {"tabletop/push": 50}, "trials": 4}}
     (path / "eval.json").write_text(json.dumps([EVALUATION, second]))
     for file, keys in (("metrics.jsonl", DRAWN), (SELECTION, ("eval/success_rate",))):
-        with MetricsWriter(path, tensorboard=False, file=file) as writer:
+        with MetricsWriter(path, file=file) as writer:
             for iteration in range(1, 5):
                 row = {**metrics_row(iteration, Random(3)), "eval/success_rate": 0.5}
                 ends = {"eval/success_low": 0.4, "eval/success_high": 0.6} if file == SELECTION else {}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodied.reporting.metrics import MetricsError, MetricsWriter, read
 from tests.full_disk import full_disk
 
 
-def write_rows(run_dir: Path, iterations: range, success: float = 0.5, tensorboard: bool = False) -> None:
-    with MetricsWriter(run_dir, tensorboard=tensorboard) as writer:
+def write_rows(run_dir: Path, iterations: range, success: float = 0.5) -> None:
+    with MetricsWriter(run_dir) as writer:
         for i in iterations:
             writer.write(i, 100 * i, {"wall_s": 2.0 * i, "env/success_once": success})
 
@@ -29,14 +27,14 @@ def test_rows_are_read_as_written(tmp_path: Path) -> None:
 
 
 def test_a_row_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer = MetricsWriter(tmp_path)
     writer.write(1, 100, {"wall_s": 1.0})
     assert len(read(tmp_path)) == 1
     writer.close()
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(1, 100, {"a": math.nan, "b": -math.inf, "c": float(np.float32(0.25)), "d": 3})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert "NaN" not in line and "Infinity" not in line
@@ -46,7 +44,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 8))
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.truncate(after_iteration=4)
         writer.write(5, 500, {"wall_s": 11.0, "env/success_once": 0.9})
     assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4, 5]
@@ -99,23 +97,9 @@ def test_a_full_disk_is_reported_once_and_no_record_is_lost(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
-def test_tensorboard_that_has_no_room_does_not_end_a_run(tmp_path: Path) -> None:
-    messages: list[str] = []
-    with MetricsWriter(tmp_path, say=messages.append) as writer:
-        with full_disk(1000):
-            for number in range(1, 5):
-                writer.write(
-                    number, number, {f"a long name of a metric {n}": 0.5 for n in range(5 if number > 1 else 1)}
-                )
-        assert [row["iteration"] for row in read(tmp_path)] == [1, 2, 3, 4]
-    assert len(messages) == 1 and "TensorBoard's files end here" in messages[0]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_record_that_cannot_go_back_keeps_its_rows(tmp_path: Path) -> None:
     write_rows(tmp_path, range(1, 30))
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path) as writer:
         with full_disk(100), pytest.raises(MetricsError, match="free some room"):
             writer.truncate(after_iteration=20)
         assert len(read(tmp_path)) == 29
@@ -141,27 +125,10 @@ def test_a_run_without_a_record_has_no_rows(tmp_path: Path) -> None:
     assert read(tmp_path) == []
 
 
-def test_tensorboard_shows_the_rows_and_forgets_the_repeated_ones(tmp_path: Path) -> None:
-    write_rows(tmp_path, range(1, 8), success=0.5, tensorboard=True)
-    # Files are read in the order of their names: the second, then a count of this process's in which 10 is before 9.
-    time.sleep(1.1)
-    with MetricsWriter(tmp_path) as writer:
-        writer.truncate(after_iteration=4)
-        writer.write(5, 500, {"wall_s": 11.0, "env/success_once": 0.75})
-    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("env/success_once")
-    assert [(scalar.step, scalar.value) for scalar in scalars] == [
-        *((100 * i, 0.5) for i in range(1, 5)),
-        (500, 0.75),
-    ]
-
-
 def test_a_record_may_go_back_while_it_is_written(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         for number in (1, 2, 3):
             writer.write(number, 100 * number, {"env/success_once": 0.5})
-        time.sleep(1.1)  # as above
         writer.truncate(after_iteration=1)
         writer.write(2, 200, {"env/success_once": 0.75})
     assert [(row["iteration"], row["env/success_once"]) for row in read(tmp_path)] == [(1, 0.5), (2, 0.75)]
-    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("env/success_once")
-    assert [(scalar.step, scalar.value) for scalar in scalars] == [(100, 0.5), (200, 0.75)]

@@ -30,7 +30,7 @@ def run_folder(path: Path, *rows: dict[str, float], plan: Any = None) -> Path:
     """A run's folder with these rows of metrics and the file `plan.json`: data, or text as it is."""
     path.mkdir()
     (path / "config.yaml").write_text("env: {task: tabletop/reach}\n")
-    with MetricsWriter(path, tensorboard=False) as writer:
+    with MetricsWriter(path) as writer:
         for number, row in enumerate(rows, start=1):
             writer.write(number, 100 * number, row)
     if plan is not None:

@@ -1,0 +1,26 @@
+"""Every metric of a run, gathered from the modules that make them: docs/metrics.md is written from this."""
+
+from __future__ import annotations
+
+from embodied.algorithms import controls, curricula
+from embodied.evaluation import result_metrics
+from embodied.execution import learner_ranks, rollouts, run_workers
+from embodied.learning import learner, update
+from embodied.training import checkpoints, iteration_metrics, sft
+
+COUNTS = iteration_metrics.COUNTS
+TRAINING = (
+    *iteration_metrics.METRICS,
+    *checkpoints.METRICS,
+    *run_workers.METRICS,
+    *rollouts.METRICS,
+    *curricula.METRICS,
+    *update.METRICS,
+    *controls.METRICS,
+    *learner.METRICS,
+    *learner_ranks.METRICS,
+)
+"""Of a row of `embodied train`."""
+IMITATION = sft.METRICS
+"""Of a row of `embodied sft`."""
+EVALUATION, FINAL = result_metrics.METRICS, result_metrics.FINAL
