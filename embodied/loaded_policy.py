@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class LoadedPolicy:
         return inputs, not one
 
 
-def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Sequence[str] = ()) -> LoadedPolicy:
+def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = ()) -> LoadedPolicy:
     """The policy that a run ends with (the best of its evaluations, else the newest), or that of another checkpoint.
 
     `code`: what the run's configuration may name as `package.module:NAME`. Raises `UserError` or `PolicyError`.
