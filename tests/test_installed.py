@@ -77,7 +77,8 @@ def python(installed: Path, folder: Path, *arguments: str) -> str:
 def test_the_archive_and_the_source_tree_give_equal_wheels(
     archive: Path, wheel: Path, source: Path, tmp_path: Path
 ) -> None:
-    members = tarfile.open(archive).getmembers()
+    with tarfile.open(archive) as opened:
+        members = opened.getmembers()
     assert all(member.isfile() or member.isdir() for member in members), "a link in an archive leads nowhere"
     assert not [member.name for member in members if "/tests/" in member.name]
     ours, theirs = zipfile.ZipFile(wheel_of(source, tmp_path)), zipfile.ZipFile(wheel)

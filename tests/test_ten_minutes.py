@@ -77,7 +77,7 @@ def test_only_the_installation_is_not_run_here() -> None:
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(folder: Path) -> None:
-    notebook = nbformat.read(ROOT / "examples" / "first_hour.ipynb", as_version=4)
+    notebook: Any = nbformat.read(ROOT / "examples" / "first_hour.ipynb", as_version=4)
     nbformat.validate(notebook)
     names: dict[str, Any] = {}
     for cell in notebook.cells:
