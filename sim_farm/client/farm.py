@@ -32,8 +32,8 @@ from sim_farm.client.task_farm import (
     WorkerFailed,
     WorkerTimeout,
     check_snapshot,
-    without_episodes_under_way,
     check_spec,
+    without_episodes_under_way,
 )
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo
 from sim_farm.episodes import ANY, Float64
