@@ -81,6 +81,9 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_files(run_dir: Path) -> list[Path]:
+    import wandb
+
+    wandb.teardown()  # its own process writes the files, and may not have written all of them before it ends
     return sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
