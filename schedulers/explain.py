@@ -50,6 +50,7 @@ def explain_plan(
         _seconds(plan),
         *_phases(plan),
         *explain_tasks(plan, problem),
+        *_estimates(problem),
         *_modes(plan, best_of),
         *_pools(plan, considered, profile),
         *_nodes(plan, considered, workflow, cluster),
@@ -80,6 +81,16 @@ def _phases(plan: Plan) -> list[str]:
         places = "; ".join(f"{', '.join(p.components)} on {ranges_text(p.devices)}" for p in phase.placements)
         result.append(f"Phase {number} ({in_words(seconds)}): {places}.")
     return result
+
+
+def _estimates(problem: Problem) -> list[str]:
+    """Components whose times were not measured."""
+    found: dict[str, list[str]] = {}
+    for name in problem.graph.names:
+        source = problem.profile.components[name].estimated
+        if source:
+            found.setdefault(source, []).append(name)
+    return [f"Times of {', '.join(names)} are estimated: {source}." for source, names in found.items()]
 
 
 def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
