@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
+from schedulers.cards import find_card
 from schedulers.errors import PlanError, nearest
 
 Pool = Literal["cores", "accelerators"]
@@ -31,6 +32,9 @@ class Node:
     """Memory of the node, shared evenly by its cores."""
     accelerator_bytes: float = float("inf")
     """Memory of each accelerator."""
+    card: str | None = None
+    """Name of its accelerators among `schedulers.cards.CARDS`, from which times are estimated where none were
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ def check_cluster(cluster: Cluster) -> None:
             raise PlanError(
                 f"node {node.name!r} has {node.cores} cores and {node.accelerators} accelerators; it needs at least one"
             )
+        if node.card is not None:
+            find_card(node.card)
     for field in ("link_bytes_per_s", "device_link_bytes_per_s"):
         if not getattr(cluster, field) > 0:
             raise PlanError(f"the cluster's {field} is {getattr(cluster, field)}; it is more than 0")

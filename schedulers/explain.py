@@ -19,8 +19,9 @@ from schedulers.cost.prediction import (
 from schedulers.cost.problem import Problem
 from schedulers.cost.times import peak_bytes
 from schedulers.errors import PlanError
-from schedulers.plan import MODES, DeviceRange, Mode, Phase, Placement, Plan, ranges_text
+from schedulers.plan import MODES, Mode, Phase, Placement, Plan, first_of, ranges_text
 from schedulers.profile import Profile
+from schedulers.unused import Unused, unused_devices
 from schedulers.workflow import Workflow
 
 WORTH_A_SENTENCE = 0.01
@@ -49,12 +50,14 @@ def explain_plan(
         _seconds(plan),
         *_phases(plan),
         *explain_tasks(plan, problem),
+        *_estimates(problem),
         *_modes(plan, best_of),
         *_pools(plan, considered, profile),
         *_nodes(plan, considered, workflow, cluster),
         *_memory(plan, problem),
         *_weights(plan, problem),
         _bottleneck(plan, problem),
+        *_unused(plan, considered, problem),
         _switches(plan),
         *_communication(plan),
         *_gap(plan, units),
@@ -78,6 +81,16 @@ def _phases(plan: Plan) -> list[str]:
         places = "; ".join(f"{', '.join(p.components)} on {ranges_text(p.devices)}" for p in phase.placements)
         result.append(f"Phase {number} ({in_words(seconds)}): {places}.")
     return result
+
+
+def _estimates(problem: Problem) -> list[str]:
+    """Components whose times were not measured."""
+    found: dict[str, list[str]] = {}
+    for name in problem.graph.names:
+        source = problem.profile.components[name].estimated
+        if source:
+            found.setdefault(source, []).append(name)
+    return [f"Times of {', '.join(names)} are estimated: {source}." for source, names in found.items()]
 
 
 def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
@@ -193,6 +206,13 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
     name = max(busy, key=lambda name: busy[name])
     share = busy[name] / plan.prediction.iteration_s if plan.prediction.iteration_s else 0.0
     text = f"The busiest component is {name}: its devices work on it {share:.0%} of the iteration"
+    return "; ".join([text, *_loop_waits(plan, problem)]) + "."
+
+
+def _loop_waits(plan: Plan, problem: Problem) -> list[str]:
+    """What the rollout loop of one task waits for; empty where its components are in one placement, or there are
+    several tasks."""
+    result = []
     for phase in plan.phases:
         cost = phase_costs(plan, phase, problem)
         if len(cost.model.loops) != 1:
@@ -206,14 +226,79 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
         total = sum(loads.values()) + sum(transfers)
         slowest = max(loads, key=lambda i: loads[i])
         if max(transfers, default=0.0) > loads[slowest] and max(transfers) * groups >= total:
-            text += "; the loop waits for the link between nodes"
+            result.append("the loop waits for the link between nodes")
         elif loads[slowest] * groups >= total:
-            text += f"; the loop waits for {', '.join(cost.model.placements[slowest])}"
+            result.append(f"the loop waits for {', '.join(cost.model.placements[slowest])}")
         else:
-            text += "; the loop is as long as the steps of one group"
-            if transfers:
-                text += f", {sum(transfers) / total:.0%} of it between nodes"
-    return text + "."
+            between = f", {sum(transfers) / total:.0%} of it between nodes" if transfers else ""
+            result.append(f"the loop is as long as the steps of one group{between}")
+    return result
+
+
+def _unused(plan: Plan, considered: Sequence[Plan], problem: Problem) -> list[str]:
+    """What is left unused, and what the best plan found that uses more of it would take."""
+    return [_gap_in_words(plan, gap, problem) for gap in unused_devices(plan, considered, problem)]
+
+
+def _gap_in_words(plan: Plan, gap: Unused, problem: Problem) -> str:
+    others = sum(any(p.pool == gap.pool for p in phase.placements) for phase in plan.phases) > len(gap.phases)
+    numbers = " and ".join(str(number + 1) for number in gap.phases)
+    when = f" in phase{'s' if len(gap.phases) > 1 else ''} {numbers}" if others and numbers else ""
+    pool = gap.pool if gap.total > 1 else gap.pool.removesuffix("s")
+    which = f"{gap.count} of {gap.total} {pool} {'is' if gap.count == 1 else 'are'} unused{when}"
+    text = f"{which} ({ranges_text(gap.devices)}): "
+    if gap.better is None:
+        return text + _no_use(plan, gap, problem)
+    compared = _longer(_predicted(gap.better), plan)
+    if not gap.components:
+        return f"{text}the best plan found that uses more of them is {gap.better.mode} and would take {compared}."
+    reason = _why_not(plan, gap, problem)
+    grown = f"{gap.more} more for {', '.join(gap.components)}{' and one group of environments' * gap.regrouped}"
+    return f"{text}with {grown} an iteration would take {compared}{reason}."
+
+
+def _longer(seconds: float, plan: Plan) -> str:
+    change = seconds / _predicted(plan) - 1 if _predicted(plan) else 0.0
+    if abs(change) < 0.0005:
+        return f"as long ({in_words(seconds)})"
+    return f"{abs(change):.1%} {'longer' if change > 0 else 'less'} ({in_words(seconds)})"
+
+
+def _no_use(plan: Plan, gap: Unused, problem: Problem) -> str:
+    """Reason why no plan was found that uses more of these devices."""
+    mine = [
+        name
+        for number in gap.phases
+        for placement in plan.phases[number].placements
+        if placement.pool == gap.pool
+        for name in placement.components
+    ]
+    if not mine:
+        return f"nothing of the plan computes on {gap.pool}."
+    names, head = ", ".join(mine), problem.cluster.head_node
+    if all(problem.pinned((name,)) for name in mine) and all(part.node != head for part in gap.devices):
+        return f"{names} may not leave {head}."
+    first = [name for name in mine if any(name == loop[0] for loop in problem.graph.loops)]
+    divides = f" (workers of {', '.join(first)} divide the environments of a group)" if first else ""
+    return f"no larger number fits {names}{divides}."
+
+
+def _why_not(plan: Plan, gap: Unused, problem: Problem) -> str:
+    """Reason why more devices do not help, as far as the two predictions tell."""
+    assert plan.prediction is not None and gap.better is not None and gap.better.prediction is not None
+    before, after = plan.prediction, gap.better.prediction
+    sent = (after.communication_s or 0.0) - (before.communication_s or 0.0)
+    busy = max(before.components_s[name] for name in gap.components)
+    saved = busy - max(after.components_s[name] for name in gap.components)
+    if sent > 0 and sent >= saved / 2:
+        return f", communication {in_words(sent)} more"
+    if gap.regrouped:
+        return ": the components of one group wait for each other"
+    if saved <= busy * 0.0005:
+        return f": {', '.join(gap.components)} would be no faster"
+    waits = [text for text in _loop_waits(plan, problem) if not text.endswith(", ".join(gap.components))]
+    in_loop = set(gap.components) & set(problem.graph.loop)
+    return f": {waits[0]}" if waits and in_loop else ""
 
 
 def _switches(plan: Plan) -> str:
@@ -409,24 +494,13 @@ def _fused(places: Sequence[Placement]) -> Iterator[tuple[Placement, ...]]:
     names = tuple(name for placement in places for name in placement.components)
     devices = tuple(device for placement in places for device in placement.devices)
     for count in range(sum(placement.count for placement in places), 0, -1):
-        yield (Placement(names, _first(devices, count)),)
+        yield (Placement(names, first_of(devices, count)),)
 
 
 def _split(place: Placement, names: Sequence[str]) -> Iterator[tuple[Placement, ...]]:
     for count in range(1, place.count):
-        rest = tuple(reversed(_first(tuple(reversed(place.devices)), place.count - count, last=True)))
-        yield Placement((names[0],), _first(place.devices, count)), Placement(tuple(names[1:]), rest)
-
-
-def _first(devices: Sequence[DeviceRange], count: int, last: bool = False) -> tuple[DeviceRange, ...]:
-    """`count` of these devices, from the first range on; `last`: from the end of each range."""
-    result = []
-    for part in devices:
-        mine = min(part.count, count)
-        if mine:
-            result.append(replace(part, first=part.first + (part.count - mine if last else 0), count=mine))
-            count -= mine
-    return tuple(result)
+        rest = tuple(reversed(first_of(tuple(reversed(place.devices)), place.count - count, last=True)))
+        yield Placement((names[0],), first_of(place.devices, count)), Placement(tuple(names[1:]), rest)
 
 
 def in_words(seconds: float) -> str:

@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from schedulers.cluster import POOLS, Pool
@@ -90,6 +90,17 @@ class Placement:
 def one_by_one(parts: Iterable[DeviceRange]) -> list[Device]:
     """Each device of them."""
     return [(p.node, p.pool, device) for p in parts for device in range(p.first, p.first + p.count)]
+
+
+def first_of(devices: Sequence[DeviceRange], count: int, last: bool = False) -> tuple[DeviceRange, ...]:
+    """`count` of these devices, from the first range on; `last`: from the end of each range."""
+    result = []
+    for part in devices:
+        mine = min(part.count, count)
+        if mine:
+            result.append(replace(part, first=part.first + (part.count - mine if last else 0), count=mine))
+            count -= mine
+    return tuple(result)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class ComponentProfile:
     shares_weights: bool = False
     """True if a policy in the same process computes with its weights, so that a device on which both take turns has one
     copy. False for sharded weights."""
+    estimated: str = ""
+    """Source of `points` that were computed and not measured, in words; empty: they were measured."""
     other_pool: ComponentProfile | None = None
     """Profile of the same component on the other pool, if it was measured there too: frames drawn on a GPU, or on
     cores. The planner chooses."""

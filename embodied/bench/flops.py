@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from policies.contract import Policy
 from policies.openvla.config import TOWERS
 from policies.openvla.oft import OpenVLAOFT
 from policies.openvla.policy import TokenPolicy
@@ -205,6 +206,14 @@ def backward(module: nn.Module, tokens: int, before: bool, first: set[str]) -> f
 def batched(work: Work, rows: int) -> Work:
     """The work of one row for many: weights are read once."""
     return Work(rows * work.linear, rows * work.attention, work.weight_bytes, rows * work.cache_bytes)
+
+
+def costs_of(policy: Policy, instruction: str) -> Costs | FlowCosts | None:
+    """Counts of a policy with one of the counted networks, for prompts as long as the instruction's; None for
+    others."""
+    if isinstance(policy, Pi0):
+        return FlowCosts(policy)
+    return Costs(policy, len(policy.prompts.tokens(instruction))) if isinstance(policy, TokenPolicy) else None
 
 
 # --- How much arithmetic and memory traffic a decision or an update of pi0's network needs, counted from its

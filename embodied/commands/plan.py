@@ -16,10 +16,12 @@ from embodied.commands.arguments import PlanArguments as Arguments
 from embodied.config.schema import Config
 from embodied.execution.assignment import HOME
 from embodied.files import write_whole
-from embodied.planning.clusters import planned_for, read_cluster
+from embodied.planning.clusters import planned_for, read_cluster, roles_of
+from embodied.planning.estimates import with_estimates
 from embodied.planning.run_plans import (
     PICTURE,
     PLAN,
+    PROFILE,
     TIMELINE,
     checked_profile,
     make_folder,
@@ -30,6 +32,7 @@ from embodied.reporting.plan_picture import draw_plan
 from embodied.run import RUNS
 from embodied.run.folder import with_init
 from schedulers import Cluster, Plan, Profile, Workflow
+from schedulers.cards import CARDS
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -46,16 +49,21 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     # Another cluster has other hardware than this machine: its profile is the user's choice.
     elsewhere = target.nodes[0].name != HOME
     measured = checked_profile(profile, config, workflow, config.plan.any_hardware or elsewhere)
+    on_cores, measured = measured, with_estimates(measured, config, workflow, target)
+    estimated = measured is not on_cores
+    on_cores_s = _on_cores_s(on_cores, workflow, target, config) if estimated else None
     workflow = planned_for(workflow, measured, target)
     modes = schedulers.alternatives(workflow, measured, target, ahead=config.plan.ahead)
     best = schedulers.plan(workflow, measured, target, mode_of(config), ahead=config.plan.ahead)
     make_folder(out)
     write_whole(out / PLAN, schedulers.text_of(best))
+    if estimated:
+        write_whole(out / PROFILE, schedulers.text_of(measured))
     simulation = schedulers.simulate(best, workflow, measured, target)
     (out / TIMELINE).write_text(json.dumps(schedulers.chrome_trace(simulation)))
     draw_plan(out / PICTURE, {f"{best.mode} (best)": simulation, **_others(modes, best, workflow, measured, target)})
     scaled = _scaling(best, workflow, measured, target)
-    reasons = [*best.why, *([str(scaled)] if scaled else [])]
+    reasons = [*best.why, *([str(scaled)] if scaled else []), *_beside(on_cores_s, measured, workflow, target)]
     get_console().print("\n".join(reasons), markup=False, highlight=False, soft_wrap=True)
     show(f"plan, timeline and picture: [bold]{out}[/]")
     return {
@@ -64,6 +72,8 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
         "iteration_s": _seconds(best),
         "tasks_in_turn_iteration_s": schedulers.predict_sequential(best, workflow, measured, target).iteration_s,
         "modes": {name: _seconds(plan) for name, plan in modes.items()},
+        "estimated": [name for name, component in measured.components.items() if component.estimated],
+        "on_cores_iteration_s": on_cores_s,
         **({} if scaled is None else _figures(scaled)),
     }
 
@@ -73,6 +83,29 @@ def _scaling(best: Plan, workflow: Workflow, profile: Profile, cluster: Cluster)
     if sum(node.accelerators for node in cluster.nodes) < 2:
         return None
     return schedulers.scaling(best, workflow, profile, cluster)
+
+
+def _on_cores_s(measured: Profile, workflow: Workflow, cluster: Cluster, config: Config) -> float | None:
+    """Seconds of the best plan by measured times alone; None where there is none."""
+    try:
+        return _seconds(
+            schedulers.plan(workflow, measured, cluster, mode_of(config), ahead=config.plan.ahead, explain=False)
+        )
+    except schedulers.PlanError:
+        return None
+
+
+def _beside(on_cores_s: float | None, profile: Profile, workflow: Workflow, cluster: Cluster) -> list[str]:
+    """What the same would take on cores, as measured; or that accelerators have no times."""
+    if on_cores_s is not None:
+        return [f"With all components on cores, as measured, an iteration would take {on_cores_s:.3g} s."]
+    if profile.components[roles_of(workflow).policy].pool == "cores" and any(n.accelerators for n in cluster.nodes):
+        known = ", ".join(CARDS)
+        return [
+            "The profile has no times of the policy on accelerators: make one on a machine that has some, or name the "
+            f"nodes' card in the cluster file to estimate them (card: one of {known})."
+        ]
+    return []
 
 
 def _figures(scaled: schedulers.Scaling) -> dict[str, Any]:
