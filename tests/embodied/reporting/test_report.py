@@ -111,10 +111,10 @@ def test_every_value_of_the_curves_is_under_the_pointer(run_dir: Path, page: Pag
     assert len(by_steps) == len(by_time) == 40
     for row, point in zip(rows, by_steps, strict=True):
         assert f"{row['env_steps']:,} env steps" in str(point[1])
-        assert point[2] == f"this iteration {charts.percent(row['env/success_once'])}"
+        assert point[2] == f"this iteration {charts.exact(row['env/success_once'], charts.percent)}"
     texts = {text for chart in others for point in chart for text in point}
     for key in ("env/return", "learner/approx_kl", "learner/explained_variance", "farm/env_steps_per_s"):
-        assert f"{key} {charts.compact(rows[20][key])}" in texts
+        assert f"{key} {charts.exact(rows[20][key])}" in texts
     assert f"physics {charts.percent(rows[20]['time/physics'])}" in texts
 
 
