@@ -56,7 +56,7 @@ class Line:
     bars: Sequence[tuple[float, float] | None] = ()
     """Low and high of single values, each drawn as a bar through its point; none: values are joined to a curve."""
     dashes: tuple[float, float] | None = None
-    """Pixels on and off of a dashed curve."""
+    """Lengths of a dash and of the gap after it, in widths of the line; None: the curve is not dashed."""
     end: str = ""
     """Name that is written at the curve's end."""
 
@@ -107,6 +107,7 @@ def lines(
     axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show, right=right)
     if mark_y is not None:
         axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
+    clip = not all(y_range[0] <= value <= y_range[1] for value in values)  # a dot on the edge is shown whole
     for curve in curves:
         if curve.bars:
             _draw_bars(axes, x, curve)
@@ -125,6 +126,7 @@ def lines(
             marker="o",
             markersize=2 if len(keep) > _DOTTED else 3.5,
             markeredgewidth=0,
+            clip_on=clip,
             markevery=_alone(y) if len(keep) > _DOTTED else None,
         )
     _name_ends(axes, x, curves)

@@ -147,8 +147,9 @@ def _target_figures(run: RunFolder) -> list[tuple[str, str, str, str]]:
     reached = run.reached_target()
     if reached is not None:
         return [(title, duration(reached["wall_s"]), f"{charts.compact(reached['env_steps'])} env steps", "good")]
-    best = max((value for value in run.column(measure.recent) if value is not None), default=0.0)
-    return [(title, "not reached", f"best mean of 100 episodes {measure.show(best)}", "")]
+    recent = _values(run, measure.recent)
+    note = f"best mean of 100 episodes {measure.show(max(recent))}" if recent else "100 episodes have not ended yet"
+    return [(title, "not reached", note, "")]
 
 
 def _measure(run: RunFolder) -> str:
@@ -477,7 +478,8 @@ def card(title: str, content: str, legend: str = "", css: str = "") -> str:
 
 def setting_text(value: Any) -> str:
     """A setting's value as it is shown, at most 200 characters of it."""
-    text = "none" if value is None else str(value)
+    whole = json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+    text = "none" if value is None else whole
     return text if len(text) <= 200 else text[:199] + "…"
 
 
