@@ -93,7 +93,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         plans[best_plan.mode] = best_plan
         ran = _run_all(config, session, out, list(plans.values()), repeats)
     chosen = next(r for r in ran if r.plan is best_plan)
-    simulated = {r.plan.mode: schedulers.simulate(r.plan, workflow, measured) for r in ran}
+    simulated: dict[str, Simulation] = {r.plan.mode: schedulers.simulate(r.plan, workflow, measured) for r in ran}
     rows = [_row(name, r, r is chosen, simulated[r.plan.mode]) for r in ran]
     best = min(row["measured_s"] for row in rows)
     result = {

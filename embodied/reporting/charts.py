@@ -139,11 +139,12 @@ def lines(
 
 def _name_ends(axes: Axes, x: Sequence[float], curves: Sequence[Line]) -> None:
     """Names at the curves' last values, moved apart where they would cover each other."""
-    ends = []
+    ends: list[tuple[float, float, Line]] = []
     for curve in curves:
-        last = max((i for i, value in enumerate(curve.y) if value is not None), default=None)
-        if curve.end and last is not None:
-            ends.append((*axes.transData.transform((x[last], curve.y[last])), curve))
+        known = [(x[i], value) for i, value in enumerate(curve.y) if value is not None]
+        if curve.end and known:
+            across, up = axes.transData.transform(known[-1])
+            ends.append((float(across), float(up), curve))
     figure, below = axes.figure, -math.inf
     for across, up, curve in sorted(ends, key=lambda end: end[1]):
         below = max(up, below + 13)

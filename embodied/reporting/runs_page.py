@@ -155,7 +155,7 @@ def _curves(groups: Sequence[Alike]) -> str:
         ]
     figures.append(_figure(groups, RETURN, "Return, by env steps", RETURN.each, "env_steps", 1.0, "env steps"))
     lead = "A thick curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band. "
-    lead += "Thin curves are single runs."
+    lead += "Thin curves are single runs. Between the ends of its iterations a run's value is interpolated."
     return report.section("Learning", report.grid("two", figures), lead)
 
 
@@ -181,7 +181,9 @@ def _figure(
     note = f'<p class="note">{"<br>".join(map(escape, notes))}</p>' if notes else ""
     if not places:
         return report.card(title, note)
-    heads = [f"{place:,.0f} {label}" if place == round(place) else f"{place:,.6g} {label}" for place in x / scale]
+    ended = _iterations(groups, over)
+    heads = [f"{f'{at:,.0f}' if at == round(at) else f'{at:,.6g}'} {label}" for at in x / scale]
+    heads = [head + ended.get(place, "") for head, place in zip(heads, places, strict=True)]
     drawn = charts.lines(
         (x / scale).tolist(),
         _told_apart(curves),
@@ -194,6 +196,16 @@ def _figure(
     )
     legend = "".join(report.legend({escape(group.title): _colour(number)}) for number, group in enumerate(groups))
     return report.card(title, drawn + note, legend)
+
+
+def _iterations(groups: Sequence[Alike], over: str) -> dict[float, str]:
+    """What the pointer adds at the places where iterations ended."""
+    found: dict[float, dict[int, None]] = {}
+    for run in (run for group in groups for run in group.runs):
+        for row, place in zip(run.rows, run.column(over), strict=True):
+            if place is not None:
+                found.setdefault(place, {})[row["iteration"]] = None
+    return {place: f", iteration {' or '.join(map(str, numbers))}" for place, numbers in found.items()}
 
 
 def _single(run: RunFolder, key: str, over: str, x: np.ndarray, colour: str) -> charts.Line:

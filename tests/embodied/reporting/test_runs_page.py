@@ -123,7 +123,9 @@ def test_each_run_is_named_where_its_curve_ends_and_under_the_pointer(folders: l
     ends = re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1)</text>", html[: html.index("</figure>")])
     assert sorted(ends) == ["high1", "low1", "low2", "mean of 2"]
     by_head = {head: texts for _, head, *texts in Page(html).points[0]}
-    assert by_head["2,000 env steps"][:2] == ["low1 50%", "low2 70%"], "the values of metrics.jsonl themselves"
+    assert by_head["2,000 env steps, iteration 2"][:2] == ["low1 50%", "low2 70%"], (
+        "the values of metrics.jsonl themselves"
+    )
 
 
 def test_a_chart_without_values_says_why(folders: list[Path], tmp_path: Path) -> None:
