@@ -70,10 +70,8 @@ def why_not_fastest(modes: Sequence[Mapping[str, Any]]) -> list[str]:
         for name in PHASES
         if name != "waiting_s"
     }
-    parts = [
-        f"{PHASES[name]} {ahead:+.3f} s predicted, {found:+.3f} s measured" for name, (ahead, found) in gaps.items()
-    ]
-    said.append(f"{best} beside {first}: {'; '.join(parts)}.")
+    parts = [f"{PHASES[name]} {ahead:+.3f} predicted, {found:+.3f} measured" for name, (ahead, found) in gaps.items()]
+    said.append(f"Seconds of {best} minus those of {first}: {'; '.join(parts)}.")
     reason = max(gaps, key=lambda name: gaps[name][1] - gaps[name][0])
     said.append(f"What was not predicted is mostly in this phase: {PHASES[reason]}.")
     if chosen["measured_low_s"] <= fastest["measured_high_s"]:

@@ -50,7 +50,7 @@ def test_the_phase_that_was_not_as_predicted_is_named() -> None:
     modes = [row("collocated", (1.0, 1.0), (1.0, 2.0), chosen=True), row("hybrid", (1.2, 1.0), (1.3, 1.0))]
     said = why_not_fastest(modes)
     assert said[0].startswith("collocated (*) was predicted best (2.100 s; hybrid 2.300 s), and hybrid was the fastest")
-    assert "rollout -0.200 s predicted, -0.300 s measured; update +0.000 s predicted, +1.000 s measured" in said[1]
+    assert "rollout -0.200 predicted, -0.300 measured; update +0.000 predicted, +1.000 measured" in said[1]
     assert said[2] == "What was not predicted is mostly in this phase: update."
     assert len(said) == 3, "3.1 s and 2.4 s are told apart"
 
