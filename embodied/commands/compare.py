@@ -27,14 +27,15 @@ from embodied.planning.clusters import planned_for, run_cluster
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting import report
-from embodied.reporting.plan_picture import bars_of, bars_of_spans, draw_bars, draw_timelines
+from embodied.reporting.phase_times import PHASES, phase_times, rows_of, why_not_fastest
+from embodied.reporting.plan_picture import Bar, bars_of, bars_of_spans, draw_bars, draw_timelines
 from embodied.reporting.tables import table
 from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.statistics import typical
 from embodied.training.preflight import check_run
 from embodied.workflows.sizes import tasks_of
-from schedulers import DeviceRange, Plan, Profile, Workflow
+from schedulers import DeviceRange, Plan, Simulation
 
 COMPARED = Path("compare")
 """Folder of comparisons without --out."""
@@ -63,6 +64,11 @@ class Ran:
         """The one of median time: the timeline of an outlier would say little about the mode."""
         return sorted(self.iterations, key=lambda iteration: iteration.wall_s)[len(self.iterations) // 2]
 
+    @property
+    def bars(self) -> list[Bar]:
+        """Components at work in it."""
+        return bars_of_spans(self.usual.spans, self.usual.begin_ns)
+
 
 def compare_command(config: Config, name: str, out: Path, profile: Path | None, repeats: int) -> dict[str, Any]:
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
@@ -87,7 +93,8 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         plans[best_plan.mode] = best_plan
         ran = _run_all(config, session, out, list(plans.values()), repeats)
     chosen = next(r for r in ran if r.plan is best_plan)
-    rows = [_row(name, r, r is chosen) for r in ran]
+    simulated: dict[str, Simulation] = {r.plan.mode: schedulers.simulate(r.plan, workflow, measured) for r in ran}
+    rows = [_row(name, r, r is chosen, simulated[r.plan.mode]) for r in ran]
     best = min(row["measured_s"] for row in rows)
     result = {
         "workload": name,
@@ -104,7 +111,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         "folder": str(out),
     }
     write_json(out / "compare.json", result)
-    page = write_comparison(out, result, {r.plan.mode: (r.plan, r.usual) for r in ran}, workflow, measured)
+    page = write_comparison(out, result, ran, simulated)
     get_console().print(comparison_table([result]), markup=False, highlight=False, soft_wrap=True)
     show(f"report: [bold]{page}[/]")
     return result
@@ -125,8 +132,9 @@ def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan],
     return [Ran(plan, found[plan.mode]) for plan in plans]
 
 
-def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
+def _row(name: str, ran: Ran, chosen: bool, simulated: Simulation) -> dict[str, Any]:
     middle, low, high = typical(ran.seconds)
+    predicted = phase_times(bars_of(simulated), simulated.seconds)
     return {
         "workload": name,
         "mode": ran.plan.mode,
@@ -136,6 +144,7 @@ def _row(name: str, ran: Ran, chosen: bool) -> dict[str, Any]:
         "measured_low_s": low,
         "measured_high_s": high,
         "error": predicted_s(ran.plan) / middle - 1,
+        "phases": rows_of(predicted, phase_times(ran.bars, ran.usual.wall_s)),
         "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / middle,
         "groups": list(ran.plan.groups),
         "placement": "; ".join(_placed(ran.plan)),
@@ -159,41 +168,42 @@ def _range(span: DeviceRange) -> str:
 
 
 HEAD = ("workload", "mode", "predicted s", "measured s", "95% interval", "error", "env steps/s", "placement")
+PHASE_HEAD = ("mode and phase", "predicted s", "measured s", "measured - predicted")
+PHASE_LEAD = (
+    "Predicted: the simulation of the plan. Measured: the iteration of median time, from beginnings and ends of the "
+    "same work. Sync and the rest: weight sync, switches between phases, sending of trajectories."
+)
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """All modes of all workloads, and under it mean error and regrets. Chosen plans are marked with a star."""
+    """All modes of all workloads, and under it mean error and the fastest. Chosen plans are marked with a star."""
     rows = [_cells(row) for result in results for row in result["modes"]]
     return "\n".join([*table(HEAD, rows), "", *_findings(results)]) + "\n"
 
 
 def _findings(results: Sequence[Mapping[str, Any]]) -> list[str]:
     errors = [abs(row["error"]) for result in results for row in result["modes"]]
-    return [f"Mean absolute prediction error: {100 * sum(errors) / len(errors):.1f}%."] + [
-        f"{result['workload']}: {result['chosen']} is chosen (*); it takes {100 * result['regret']:.1f}% longer than "
-        "the fastest mode measured."
-        for result in results
-    ]
+    mean = f"Mean absolute prediction error: {100 * sum(errors) / len(errors):.1f}%."
+    return [mean, *(f"{result['workload']}: {' '.join(why_not_fastest(result['modes']))}" for result in results)]
 
 
 def write_comparison(
     out: Path,
     result: Mapping[str, Any],
-    runs: Mapping[str, tuple[Plan, Iteration]],
-    workflow: Workflow,
-    profile: Profile,
+    ran: Sequence[Ran],
+    simulated: Mapping[str, Simulation],
 ) -> Path:
     """Write `compare.png`, `timelines.png` and the self-contained `compare.html`; the page's path."""
     draw_bars(out / "compare.png", result["modes"])
     timelines = {}
-    for mode, (plan, iteration) in runs.items():
-        timelines[f"{mode}, predicted"] = bars_of(schedulers.simulate(plan, workflow, profile))
-        timelines[f"{mode}, measured"] = bars_of_spans(iteration.spans, iteration.begin_ns)
+    for one in ran:
+        timelines[f"{one.plan.mode}, predicted"] = bars_of(simulated[one.plan.mode])
+        timelines[f"{one.plan.mode}, measured"] = one.bars
     draw_timelines(out / "timelines.png", timelines)
     why = "".join(
-        f"<h3>{escape(mode)}</h3><p>{'<br>'.join(escape(sentence) for sentence in plan.why)}</p>"
-        for mode, (plan, _) in runs.items()
-        if plan.why
+        f"<h3>{escape(one.plan.mode)}</h3><p>{'<br>'.join(escape(sentence) for sentence in one.plan.why)}</p>"
+        for one in ran
+        if one.plan.why
     )
     rows = [tuple(map(escape, _cells(row))) for row in result["modes"]]
     findings = "<br>".join(escape(line) for line in _findings([result]))
@@ -202,12 +212,27 @@ def write_comparison(
         f"<p class='facts'><span>{escape(result['hardware'])}, {result['date']}</span></p></header>"
         f"<section>{report.table(HEAD, rows)}<p>{findings}</p></section>"
         + report.section("Predicted and measured", report.picture(out / "compare.png"))
+        + report.section("Phases of one iteration", report.table(PHASE_HEAD, _phase_cells(result["modes"])), PHASE_LEAD)
         + report.section("Timelines of one iteration", report.picture(out / "timelines.png", "scroll wide"))
         + (report.section("Why", why) if why else "")
     )
     page = out / "compare.html"
     report.write_page(page, f"compare {result['workload']}", body)
     return page
+
+
+def _phase_cells(modes: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for each phase of each mode."""
+    return [
+        (
+            escape(f"{row['mode']}: {title}"),
+            f"{row['phases'][name]['predicted']:.3f}",
+            f"{row['phases'][name]['measured']:.3f}",
+            f"{row['phases'][name]['measured'] - row['phases'][name]['predicted']:+.3f}",
+        )
+        for row in modes
+        for name, title in PHASES.items()
+    ]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

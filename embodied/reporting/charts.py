@@ -26,6 +26,10 @@ COLOURS = ("#3b76c4", "#e58a1f", "#1f9e8f", "#8d61c4", "#cc4b63", "#7d8590")
 """Colours of several curves in one chart, distinct on white, on black, and to the colour-blind."""
 
 _MAX_POINTS = 600
+_DOTTED = 40
+"""Curves of up to so many places have a dot at each value."""
+_LONGEST_END = 20
+"""Characters of the name at a curve's end."""
 _MAX_BARS = 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 36
 _TEXT, _GRID, _AXIS, _MARK, _CURVE = "#000001", "#000002", "#000003", "#000004", "#000005"
@@ -51,6 +55,10 @@ class Line:
     """Low and high at each place, filled in; none, where there is nothing to fill."""
     bars: Sequence[tuple[float, float] | None] = ()
     """Low and high of single values, each drawn as a bar through its point; none: values are joined to a curve."""
+    dashes: tuple[float, float] | None = None
+    """Lengths of a dash and of the gap after it, in widths of the line; None: the curve is not dashed."""
+    end: str = ""
+    """Name that is written at the curve's end."""
 
 
 def compact(value: float) -> str:
@@ -72,6 +80,11 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g}%"
 
 
+def exact(value: float, show: Format = compact) -> str:
+    """A value as the pointer shows it, in six digits; in percent where `show` is `percent`."""
+    return f"{100 * value:.6g}%" if show is percent else f"{value:.6g}"
+
+
 def lines(
     x: Sequence[float],
     curves: Sequence[Line],
@@ -89,9 +102,12 @@ def lines(
     keep = _thin(len(x))
     values = [v for curve in curves for v in curve.y if v is not None]
     y_range = y_range or _padded(min(values, default=0.0), max(values, default=1.0))
-    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show)
+    longest = max((len(curve.end) for curve in curves), default=0)
+    right = _RIGHT + 7 * min(longest, _LONGEST_END)
+    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show, right=right)
     if mark_y is not None:
         axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
+    clip = not all(y_range[0] <= value <= y_range[1] for value in values)  # a dot on the edge is shown whole
     for curve in curves:
         if curve.bars:
             _draw_bars(axes, x, curve)
@@ -106,15 +122,35 @@ def lines(
             color=curve.colour,
             linewidth=1.25 if curve.faint else 2.0,
             alpha=0.45 if curve.faint else 1.0,
+            linestyle="-" if curve.dashes is None else (0, curve.dashes),
             marker="o",
-            markersize=2,
-            markevery=_alone(y),
+            markersize=2 if len(keep) > _DOTTED else 3.5,
+            markeredgewidth=0,
+            clip_on=clip,
+            markevery=_alone(y) if len(keep) > _DOTTED else None,
         )
+    _name_ends(axes, x, curves)
     points: list[list[object]] = []
     for i in keep:
-        texts = [f"{c.name} {show(v)}" for c in curves if (v := c.y[i]) is not None]
+        texts = [f"{c.name} {exact(v, show)}" for c in curves if (v := c.y[i]) is not None]
         points.append([_pixel(axes, x[i]), heads[i], *texts])
     return _svg(axes, points)
+
+
+def _name_ends(axes: Axes, x: Sequence[float], curves: Sequence[Line]) -> None:
+    """Names at the curves' last values, moved apart where they would cover each other."""
+    ends: list[tuple[float, float, Line]] = []
+    for curve in curves:
+        known = [(x[i], value) for i, value in enumerate(curve.y) if value is not None]
+        if curve.end and known:
+            across, up = axes.transData.transform(known[-1])
+            ends.append((float(across), float(up), curve))
+    figure, below = axes.figure, -math.inf
+    for across, up, curve in sorted(ends, key=lambda end: end[1]):
+        below = max(up, below + 13)
+        text = curve.end if len(curve.end) <= _LONGEST_END else curve.end[: _LONGEST_END - 1] + "…"
+        place = (across + 6) / figure.bbox.width, below / figure.bbox.height
+        figure.text(*place, text, color=curve.colour, fontsize=11.5, va="center", parse_math=False)
 
 
 def _draw_bars(axes: Axes, x: Sequence[float], curve: Line) -> None:
@@ -185,22 +221,29 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def _axes(
-    width: int, height: int, x_range: tuple[float, float], y_range: tuple[float, float], x_label: str, show_y: Format
+    width: int,
+    height: int,
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+    x_label: str,
+    show_y: Format,
+    *,
+    right: int = _RIGHT,
 ) -> Axes:
     """Axes of a chart: one unit of the figure is a pixel of the page."""
     from matplotlib.figure import Figure  # takes half a second: only where it is used
 
     figure = Figure((width / 72, height / 72), dpi=72, facecolor="none")
-    inner = (_LEFT / width, _BOTTOM / height, 1 - (_LEFT + _RIGHT) / width, 1 - (_TOP + _BOTTOM) / height)
+    inner = (_LEFT / width, _BOTTOM / height, 1 - (_LEFT + right) / width, 1 - (_TOP + _BOTTOM) / height)
     axes = figure.add_axes(inner, facecolor="none", axisbelow=True)
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.spines["bottom"].set_color(_AXIS)
     axes.set_xlabel(x_label, fontsize=12, color=_TEXT, labelpad=2, parse_math=False)
-    (left, right), (bottom, top) = _wide(*x_range), _wide(*y_range)
-    x_ticks, y_ticks = ticks(left, right, width // 80), ticks(bottom, top, height // 36)
+    (first, last), (bottom, top) = _wide(*x_range), _wide(*y_range)
+    x_ticks, y_ticks = ticks(first, last, (width - right) // 80), ticks(bottom, top, height // 36)
     axes.set_xticks(x_ticks, _labels(x_ticks, compact))
     axes.set_yticks(y_ticks, _labels(y_ticks, show_y))
-    axes.set_xlim(left, right)
+    axes.set_xlim(first, last)
     axes.set_ylim(bottom, top)
     axes.grid(axis="y", color=_GRID, linewidth=1)
     axes.tick_params(labelsize=11.5, color=_AXIS, labelcolor=_TEXT)

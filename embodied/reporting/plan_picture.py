@@ -119,7 +119,7 @@ def _middle(bars: Sequence[Bar]) -> tuple[float, float]:
 
 
 def _component(span: Span) -> str | None:
-    kind = _without_task(span.track.split()[0])
+    kind = without_task(span.track.split()[0])
     if kind == "policy":
         return "policy" if span.name.startswith("act") else "transport" if span.name == "transport" else None
     if kind == "learner":
@@ -130,10 +130,10 @@ def _component(span: Span) -> str | None:
 
 
 def _colour(component: str) -> str:
-    return COMPONENTS.get(_without_task(component), OTHER)
+    return COMPONENTS.get(without_task(component), OTHER)
 
 
-def _without_task(component: str) -> str:
+def without_task(component: str) -> str:
     """`physics` of `physics-1`: tasks' simulators look alike."""
     name, _, number = component.rpartition("-")
     return name if name and number.isdigit() else component

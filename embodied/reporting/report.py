@@ -18,6 +18,7 @@ from string import Template
 from typing import Any
 from urllib.parse import quote
 
+from embodied.config.schema import Config
 from embodied.files import read_json, write_whole
 from embodied.reporting import charts
 from embodied.reporting.charts import compact, ticks
@@ -30,6 +31,7 @@ from embodied.reporting.run_record import (
     ReportError,
     RunFolder,
     find,
+    flat,
     named,
     read_run,
 )
@@ -54,6 +56,8 @@ _LEARNER = (
     "grad_norm",
 )
 
+_CRITIC = ("learner/explained_variance", "learner/value_loss")
+
 PAGE = Path(__file__).with_name("page.html")
 """The frame of every page: styles and content policy."""
 
@@ -61,8 +65,11 @@ PAGE = Path(__file__).with_name("page.html")
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    learning = (_header, _figures, _measure, _imitation, _data, _learner, _time, plan_section, _timeline)
-    body = "\n".join(section(run) for section in (*learning, _evaluation, _videos, _config, _protocol))
+    results = {_evaluation: bool(run.evals), _videos: bool(run.videos)}
+    first, later = ([made for made, there in results.items() if there is wanted] for wanted in (True, False))
+    learning = (_measure, _imitation, _data, _learner, _time, plan_section, _timeline)
+    sections = (_header, _figures, *first, *learning, *later, _config, _protocol)
+    body = "\n".join(made(run) for made in sections)
     target = run.path / "report.html"
     write_page(target, run.path.resolve().name, body)
     return target
@@ -140,8 +147,9 @@ def _target_figures(run: RunFolder) -> list[tuple[str, str, str, str]]:
     reached = run.reached_target()
     if reached is not None:
         return [(title, duration(reached["wall_s"]), f"{charts.compact(reached['env_steps'])} env steps", "good")]
-    best = max((value for value in run.column(measure.recent) if value is not None), default=0.0)
-    return [(title, "not reached", f"best mean of 100 episodes {measure.show(best)}", "")]
+    recent = _values(run, measure.recent)
+    note = f"best mean of 100 episodes {measure.show(max(recent))}" if recent else "100 episodes have not ended yet"
+    return [(title, "not reached", note, "")]
 
 
 def _measure(run: RunFolder) -> str:
@@ -186,7 +194,7 @@ def _measure(run: RunFolder) -> str:
         *_curves(run, others, 420, 180),
     ]
     lead = f"Thin: each iteration. Thick: the mean of the last {SMOOTHING}."
-    return section(title, grid("two", figures), lead)
+    return section(title, grid("two", figures) + _without_curve(run, others), lead)
 
 
 def _of_tasks(run: RunFolder) -> list[str]:
@@ -206,7 +214,8 @@ def _imitation(run: RunFolder) -> str:
         "Env steps are those of the demonstrations that were learned from, repetitions counted. The distance is the "
         "mean over action elements of |the policy's mode - what was demonstrated|, in the environment's units."
     )
-    return section("Learning from demonstrations", grid("three", figures), lead) if figures else ""
+    content = grid("three", figures) + _without_curve(run, [key for key in keys if _values(run, key)])
+    return section("Learning from demonstrations", content, lead) if _imitates(run) else ""
 
 
 def _data(run: RunFolder) -> str:
@@ -226,8 +235,10 @@ def _learner(run: RunFolder) -> str:
         return ""
     known = [f"learner/{name}" for name in _LEARNER]
     other = {key for row in run.rows for key in row if key.startswith(("learner/", "lag/"))} - set(known)
-    figures = _curves(run, [*known, *sorted(other)], 360, 180)
-    return section("Learner", grid("three", figures)) if figures else ""
+    keys = [*known, *sorted(other)]
+    if not any(_values(run, key) for key in keys):
+        return ""
+    return section("Learner", grid("three", _curves(run, keys, 360, 180)) + _without_curve(run, keys))
 
 
 def _time(run: RunFolder) -> str:
@@ -240,6 +251,7 @@ def _time(run: RunFolder) -> str:
     bars = charts.stacked_bars(shares, [float(row["iteration"]) for row in rows], COMPONENTS, "iteration")
     speed = _curves(run, ["farm/env_steps_per_s"], 420, 210)
     figures = grid("two", [card("Share of each iteration", bars, key), *speed])
+    figures += _without_curve(run, ["farm/env_steps_per_s"])
     return section("Where the time goes", figures, "The legend gives means over the run.")
 
 
@@ -318,7 +330,29 @@ def _config(run: RunFolder) -> str:
         return section("Configuration", _notice(run, "config.yaml"))
     note = _notice(run, "config.yaml") if "config.yaml" in run.missing else ""
     text = f"<summary>config.yaml</summary><pre>{escape(run.config_text)}</pre>"
-    return section("Configuration", f'{note}<details class="card">{text}</details>')
+    return section("Configuration", f'{note}{_settings(run)}<details class="card">{text}</details>')
+
+
+def _settings(run: RunFolder) -> str:
+    """The settings that are not the defaults in a table, and the others in a folded one."""
+    settings, defaults = flat(run.config), flat(Config().model_dump(mode="json"))
+    rows = [(key, setting_text(value), key in defaults and defaults[key] == value) for key, value in settings.items()]
+    own = [(_code(key), escape(text), _default(key, defaults)) for key, text, default in rows if not default]
+    usual = [(_code(key), escape(text), "default") for key, text, default in rows if default]
+    shown = table(("setting", "value", "default"), own, "settings") if own else ""
+    if not usual:
+        return shown
+    count = f"{len(usual)} setting{'s' if len(usual) > 1 else ''} with the default value"
+    folded = table(("setting", "value", ""), usual, "settings")
+    return f'{shown}<details class="card"><summary>{count}</summary>{folded}</details>'
+
+
+def _default(key: str, defaults: Mapping[str, Any]) -> str:
+    return escape(setting_text(defaults[key])) if key in defaults else "–"
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
 
 
 def _protocol(run: RunFolder) -> str:
@@ -360,16 +394,49 @@ def _figure(title: str, value: str, note: str, css: str) -> str:
 
 
 def _curves(run: RunFolder, keys: Iterable[str], width: int, height: int) -> list[str]:
-    """A chart over env steps of each metric that has values."""
+    """A chart over env steps of each metric whose value changes."""
     steps, heads = [float(row["env_steps"]) for row in run.rows], _heads(run)
     figures = []
     for key in keys:
         values = run.column(key)
-        if any(value is not None for value in values):
+        if _values(run, key) and not _constant(run, key):
             curve = [charts.Line(key, values)]
             chart = charts.lines(steps, curve, "env steps", heads, width=width, height=height)
             figures.append(card(key, chart))
     return figures
+
+
+def _values(run: RunFolder, key: str) -> list[float]:
+    return [value for value in run.column(key) if value is not None]
+
+
+def _constant(run: RunFolder, key: str) -> bool:
+    """True if the metric has several values, and all are the same."""
+    values = _values(run, key)
+    return len(values) > 1 and min(values) == max(values)
+
+
+def _without_curve(run: RunFolder, keys: Sequence[str]) -> str:
+    """What is said of the metrics that `_curves` does not draw: constants, folded, and those without a value."""
+    constant = [key for key in keys if _constant(run, key)]
+    parts = []
+    if constant:
+        lines = "".join(f"<li>constant: {_code(key)} = {charts.exact(_values(run, key)[0])}</li>" for key in constant)
+        count = f"{len(constant)} metric{'s' if len(constant) > 1 else ''} that never changed"
+        parts.append(f'<details class="card"><summary>{count}</summary><ul>{lines}</ul></details>')
+    reasons: dict[str, list[str]] = {}
+    for key in keys:
+        if not _values(run, key):
+            reasons.setdefault(_reason(run, key), []).append(_code(key))
+    parts += [f'<p class="note">{", ".join(names)}: {reason}.</p>' for reason, names in reasons.items()]
+    return "".join(parts)
+
+
+def _reason(run: RunFolder, key: str) -> str:
+    """Why a metric has no values."""
+    if key in _CRITIC and _values(run, "learner/policy_loss") and not any(_values(run, name) for name in _CRITIC):
+        return "no values: this workflow has no critic"
+    return "no values were recorded"
 
 
 def _heads(run: RunFolder) -> list[str]:
@@ -377,7 +444,7 @@ def _heads(run: RunFolder) -> list[str]:
     heads = []
     for row, wall_s in zip(run.rows, run.column("wall_s"), strict=True):
         time = f", {duration(wall_s)}" if wall_s is not None else ""
-        heads.append(f"iteration {row['iteration']}, {row['env_steps']:,} env steps{time}")
+        heads.append(f"{run.path.resolve().name}, iteration {row['iteration']}, {row['env_steps']:,} env steps{time}")
     return heads
 
 
@@ -409,11 +476,18 @@ def card(title: str, content: str, legend: str = "", css: str = "") -> str:
     return f'<figure class="card">{caption}<div class="{css}">{content}</div></figure>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table on a card. `head` is plain text, cells are HTML."""
+def setting_text(value: Any) -> str:
+    """A setting's value as it is shown, at most 200 characters of it."""
+    whole = json.dumps(value, default=str, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+    text = "none" if value is None else whole
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], css: str = "") -> str:
+    """A table on a card. `head` is plain text, cells are HTML; `css` names a kind of table that the page knows."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in rows)
-    return f'<div class="card scroll"><table><tr>{names}</tr>{lines}</table></div>'
+    return f'<div class="card scroll {css}"><table><tr>{names}</tr>{lines}</table></div>'
 
 
 def picture(path: Path, css: str = "") -> str:

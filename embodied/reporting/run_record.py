@@ -274,6 +274,17 @@ def named(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
+def flat(config: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings by their keys, `loss.clip`; options are one value."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and key != "options":
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def find(config: Any, key: str) -> Any:
     """The value of `key`, wherever in the nested configuration it stands first; None if nowhere."""
     level = [config]

@@ -1,4 +1,4 @@
-"""Several runs on one page: curves with bands over seeds, a table, and the settings that differ.
+"""Several runs on one page: the settings that differ, a table, and curves with bands over seeds.
 
 Runs that differ in nothing but seed and name are one curve: the mean, and the 95% interval of the mean over seeds. It
 is drawn as far as all of them went.
@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -20,12 +20,16 @@ import numpy as np
 
 from embodied.reporting import charts, report
 from embodied.reporting.live import duration
-from embodied.reporting.report import write_page
-from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, read_run
+from embodied.reporting.report import setting_text, write_page
+from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, flat, read_run
 from embodied.statistics import mean_interval
 
-POINTS = 200
-"""Points of a curve: runs end their iterations at different numbers of env steps."""
+POINTS = 400
+"""Places of a chart: those at which iterations of the runs ended, or so many evenly spaced ones, if these are more."""
+SINGLE = 5
+"""Runs of a curve that are also drawn one by one, if they are no more."""
+DASHES = (None, (3.0, 2.0), (1.5, 3.0), (0.5, 1.5))
+"""Of curves that would otherwise look alike: those with the colour of another, and those that cover another."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -38,6 +42,15 @@ class Alike:
     runs: tuple[RunFolder, ...]
     settings: Mapping[str, Any]
     """By their keys, `loss.clip`; without seed and name."""
+
+    @property
+    def names(self) -> str:
+        return ", ".join(run.path.resolve().name for run in self.runs)
+
+    @property
+    def title(self) -> str:
+        """Label and names of the runs."""
+        return self.names if self.label == self.names else f"{self.label} ({self.names})"
 
     @property
     def seeds(self) -> list[Any]:
@@ -71,7 +84,7 @@ def write_runs_page(folders: Sequence[Path], out: Path) -> dict[str, Any]:
         if not run.rows:
             raise ReportError(f"{run.path}: {run.missing.get('metrics.jsonl', 'no iteration has ended')}")
     groups = alike(runs)
-    body = "\n".join((_header(groups), _curves(groups), _table(groups), _differences(groups)))
+    body = "\n".join((_header(groups), _differences(groups), _table(groups), _curves(groups)))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, "Runs compared", body)
     return {"report": str(out), "groups": [_data(group) for group in groups]}
@@ -81,7 +94,7 @@ def alike(runs: Sequence[RunFolder]) -> list[Alike]:
     """The runs in groups, in the order of each group's first."""
     found: list[tuple[dict[str, Any], list[RunFolder]]] = []
     for run in runs:
-        settings = {key: value for key, value in _flat(run.config).items() if key not in OF_A_RUN}
+        settings = {key: value for key, value in flat(run.config).items() if key not in OF_A_RUN}
         for known, members in found:
             if known == settings:
                 members.append(run)
@@ -119,8 +132,13 @@ def _data(group: Alike) -> dict[str, Any]:
 
 def _header(groups: Sequence[Alike]) -> str:
     count = sum(len(group.runs) for group in groups)
-    facts = f"{count} runs, {len(groups)} settings; written {datetime.now():%Y-%m-%d %H:%M} by embodied report"
-    return f'<header><h1>Runs compared</h1><p class="facts"><span>{facts}</span></p></header>'
+    settings = "different settings" if len(groups) > 1 else "setting"
+    facts = f"{count} runs, {len(groups)} {settings}; written {datetime.now():%Y-%m-%d %H:%M} by embodied report"
+    if len(groups) == 1 and count > 1:
+        seeds = zip(groups[0].runs, groups[0].seeds, strict=True)
+        alone = ", ".join(f"{run.path.resolve().name} {setting_text(seed)}" for run, seed in seeds)
+        facts += f". The runs differ in seed and name alone; seeds: {escape(alone)}"
+    return f'<header><h1>Runs compared</h1><p class="facts"><span>{facts}.</span></p></header>'
 
 
 def _curves(groups: Sequence[Alike]) -> str:
@@ -128,31 +146,107 @@ def _curves(groups: Sequence[Alike]) -> str:
     scale, unit = report.time_unit(longest)
     figures = []
     for measure in dict.fromkeys(group.measure for group in groups):
-        title = f"{measure.name.capitalize()} of the last 100 training episodes, by env steps"
+        recent = any(_ends(group, measure.recent, "env_steps") for group in groups)
+        key = measure.recent if recent else measure.each
+        title = f"{measure.name.capitalize()} of {'the last 100 training' if recent else 'each iteration’s'} episodes"
         figures += [
-            _figure(groups, measure, title, measure.recent, "env_steps", 1.0, "env steps"),
-            _figure(groups, measure, "The same, by wall-clock", measure.recent, "wall_s", scale, f"wall-clock, {unit}"),
+            _figure(groups, measure, f"{title}, by env steps", key, "env_steps", 1.0, "env steps"),
+            _figure(groups, measure, "The same, by wall-clock", key, "wall_s", scale, f"wall-clock, {unit}"),
         ]
     figures.append(_figure(groups, RETURN, "Return, by env steps", RETURN.each, "env_steps", 1.0, "env steps"))
-    lead = "A curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band."
+    lead = "A thick curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band. "
+    lead += "Thin curves are single runs. Between the ends of its iterations a run's value is interpolated."
     return report.section("Learning", report.grid("two", figures), lead)
 
 
 def _figure(
     groups: Sequence[Alike], measure: Measure, title: str, key: str, over: str, scale: float, label: str
 ) -> str:
-    ends = [min(_ends(group, key, over)) / scale for group in groups if _ends(group, key, over)]
-    x = np.linspace(0, max(ends, default=1.0), POINTS)
-    curves = []
+    places = sorted({float(x) for group in groups for run in group.runs for x in _known(run, key, over)[0]})
+    if len(places) > POINTS:
+        places = np.linspace(places[0], places[-1], POINTS).tolist()
+    x = np.array(places)
+    means, single = [], []
     for number, group in enumerate(groups):
-        y, band = _mean_curve(group, key, over, x * scale)
-        curves.append(charts.Line(group.label, y, colour=_colour(number), band=band if len(group.runs) > 1 else ()))
-    heads = [f"{charts.compact(float(place))} {label}" for place in x]
+        colour, several = _colour(number), len(group.runs) > 1
+        y, band = _mean_curve(group, key, over, x)
+        end = f"mean of {len(group.runs)}" if several else group.names
+        dashes = DASHES[number // len(charts.COLOURS) % len(DASHES)]
+        curve = charts.Line(group.title, y, colour=colour, band=band if several else (), dashes=dashes, end=end)
+        means.append(curve)
+        if 1 < len(group.runs) <= SINGLE:
+            single += [_single(run, key, over, x, colour) for run in group.runs]
+    curves = [*single, *means]
+    notes = [*_equal(curves), *_empty(groups, measure, key, over)]
+    note = f'<p class="note">{"<br>".join(map(escape, notes))}</p>' if notes else ""
+    if not places:
+        return report.card(title, note)
+    ended = _iterations(groups, over)
+    heads = [f"{f'{at:,.0f}' if at == round(at) else f'{at:,.6g}'} {label}" for at in x / scale]
+    heads = [head + ended.get(place, "") for head, place in zip(heads, places, strict=True)]
     drawn = charts.lines(
-        x.tolist(), curves, label, heads, width=560, height=300, show=measure.show, y_range=measure.y_range
+        (x / scale).tolist(),
+        _told_apart(curves),
+        label,
+        heads,
+        width=420,
+        height=230,
+        show=measure.show,
+        y_range=measure.y_range,
     )
-    legend = report.legend({escape(group.label): _colour(number) for number, group in enumerate(groups)})
-    return report.card(title, drawn, legend)
+    legend = "".join(report.legend({escape(group.title): _colour(number)}) for number, group in enumerate(groups))
+    return report.card(title, drawn + note, legend)
+
+
+def _iterations(groups: Sequence[Alike], over: str) -> dict[float, str]:
+    """What the pointer adds at the places where iterations ended."""
+    found: dict[float, dict[int, None]] = {}
+    for run in (run for group in groups for run in group.runs):
+        for row, place in zip(run.rows, run.column(over), strict=True):
+            if place is not None:
+                found.setdefault(place, {})[row["iteration"]] = None
+    return {place: f", iteration {' or '.join(map(str, numbers))}" for place, numbers in found.items()}
+
+
+def _single(run: RunFolder, key: str, over: str, x: np.ndarray, colour: str) -> charts.Line:
+    """One of a curve's runs."""
+    name, alone = run.path.resolve().name, Alike("", (run,), {})
+    return charts.Line(name, _mean_curve(alone, key, over, x)[0], faint=True, colour=colour, end=name)
+
+
+def _same(curves: Sequence[charts.Line]) -> list[list[int]]:
+    """The numbers of the curves in lists of equal ones; a curve without values equals none."""
+    found: dict[tuple[float | None, ...], list[int]] = {}
+    for number, curve in enumerate(curves):
+        if any(value is not None for value in curve.y):
+            found.setdefault(tuple(curve.y), []).append(number)
+    return list(found.values())
+
+
+def _equal(curves: Sequence[charts.Line]) -> list[str]:
+    """A sentence for each set of curves that cover each other."""
+    sets = [[curves[number].end for number in numbers] for numbers in _same(curves) if len(numbers) > 1]
+    return [f"{', '.join(names[:-1])} and {names[-1]} are equal." for names in sets]
+
+
+def _told_apart(curves: Sequence[charts.Line]) -> list[charts.Line]:
+    """The curves, dashed where they cover others."""
+    covering = {n: place for numbers in _same(curves) for place, n in enumerate(numbers) if place}
+    dashed = {n: 1 + (place - 1) % (len(DASHES) - 1) for n, place in covering.items()}
+    return [replace(c, dashes=DASHES[dashed[n]]) if n in dashed else c for n, c in enumerate(curves)]
+
+
+def _empty(groups: Sequence[Alike], measure: Measure, key: str, over: str) -> list[str]:
+    """A sentence for each run that has no values, with the reason where it is known."""
+    found = []
+    for run in (run for group in groups for run in group.runs):
+        if len(_known(run, key, over)[0]):
+            continue
+        ended = sum(value for value in run.column("env/episodes") if value is not None)
+        few = f"the mean is over 100 training episodes, and {ended:.0f} have ended"
+        recorded = "no values were recorded"
+        found.append(f"{run.path.resolve().name}: {few if key == measure.recent and ended < 100 else recorded}.")
+    return found
 
 
 def _ends(group: Alike, key: str, over: str) -> list[float]:
@@ -221,7 +315,7 @@ def _cells(group: Alike) -> tuple[str, ...]:
     reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
     walls = [run.column("wall_s")[-1] or 0.0 for run in group.runs]
     return (
-        escape(group.label),
+        escape(group.title),
         escape(", ".join(map(str, group.seeds))),
         measured,
         ", ".join(map(measure.show, values)) or "–",
@@ -235,15 +329,14 @@ def _differences(groups: Sequence[Alike]) -> str:
     differing = _differing([group.settings for group in groups])
     if not differing:
         return ""
-    head = ("setting", *(group.label for group in groups))
-    rows = [
-        (
-            f'<span style="white-space: nowrap">{escape(key)}</span>',
-            *(escape(_text(group.settings.get(key))) for group in groups),
-        )
-        for key in differing
+    head = ("setting", *(group.title for group in groups))
+    rows = [[", ".join(map(setting_text, group.seeds)) for group in groups]]
+    rows += [[setting_text(group.settings.get(key)) for group in groups] for key in differing]
+    cells = [
+        (f'<span style="white-space: nowrap">{escape(key)}</span>', *map(escape, values))
+        for key, values in zip(("seed", *differing), rows, strict=True)
     ]
-    return report.section("What differed", report.table(head, rows))
+    return report.section("What differed", report.table(head, cells), "Settings that are not the same in all runs.")
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -258,21 +351,7 @@ def _label(settings: Mapping[str, Any], differing: Sequence[str], members: Seque
         return members[0].path.name if len(members) == 1 else str(members[0].config.get("workflow", "runs"))
     if len(differing) > 3:
         return ", ".join(run.path.name for run in members)
-    return ", ".join(f"{key.rpartition('.')[2]} {_text(settings.get(key))}" for key in differing)
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and key != "options":
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def _text(value: Any) -> str:
-    return "none" if value is None else str(value)
+    return ", ".join(f"{key.rpartition('.')[2]} {setting_text(settings.get(key))}" for key in differing)
 
 
 def _colour(number: int) -> str:

@@ -207,7 +207,12 @@ def test_modes_are_compared_with_the_plan_that_auto_would_run(embodied: Commands
     assert page.count("data:image/png;base64,") == 2 and "<h2>Why</h2>" in page
     (policy,) = re.findall(r"""Content-Security-Policy"\s+content="([^"]*)""", page)
     assert "img-src data:" in policy, "a browser would show none of the pictures"
-    assert page.count("<tr>") == 1 + len(result["modes"])
+    assert page.count("<tr>") == 1 + len(result["modes"]) + 1 + 4 * len(result["modes"]), "modes, and their phases"
+    for row in result["modes"]:
+        parts = {name: phase["measured"] for name, phase in row["phases"].items()}
+        assert min(parts.values()) >= 0 and parts["waiting_s"] < parts["rollout_s"] > 0 < parts["update_s"]
+        assert row["phases"]["update_s"]["predicted"] > 0
+    assert f"{result['chosen']} (*) was predicted best" in output
     for name in ("compare.png", "timelines.png"):
         assert Path("compare/it", name).read_bytes().startswith(b"\x89PNG")
 

@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def config_of(every: int, iterations: int = 6, **changes: object) -> Config:
-    evaluation = {"every": every, "every_episodes": 24, "videos": 0}
+    evaluation = {"every": every, "videos": 0} | ({"every_episodes": 24} if every else {})
     return parse_config({**SETTINGS, "iterations": iterations, "eval": evaluation, **changes}, "test")
 
 

@@ -111,11 +111,45 @@ def test_every_value_of_the_curves_is_under_the_pointer(run_dir: Path, page: Pag
     assert len(by_steps) == len(by_time) == 40
     for row, point in zip(rows, by_steps, strict=True):
         assert f"{row['env_steps']:,} env steps" in str(point[1])
-        assert point[2] == f"this iteration {charts.percent(row['env/success_once'])}"
+        assert point[2] == f"this iteration {charts.exact(row['env/success_once'], charts.percent)}"
     texts = {text for chart in others for point in chart for text in point}
     for key in ("env/return", "learner/approx_kl", "learner/explained_variance", "farm/env_steps_per_s"):
-        assert f"{key} {charts.compact(rows[20][key])}" in texts
+        assert f"{key} {charts.exact(rows[20][key])}" in texts
     assert f"physics {charts.percent(rows[20]['time/physics'])}" in texts
+
+
+def test_results_come_first_and_the_rest_after_the_curves(html: str) -> None:
+    titles = re.findall("<h2>(.*?)</h2>", html)
+    assert titles[:4] == ["Evaluation", "Videos", "Success", "Learner"]
+    assert titles[-2:] == ["Configuration", "Protocol"]
+
+
+def test_metrics_that_never_change_are_folded_and_missing_ones_explained(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", iterations=6)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    critic = ("learner/value_loss", "learner/explained_variance")
+    rows = [{k: v for k, v in row.items() if k not in critic} | {"learner/ranks": 2.0} for row in rows]
+    rows = [{**row, "learner/grad_norm": None} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    html = write_report(run).read_text()
+    page = Page(html)
+    assert page.says("1 metric that never changed") and "constant: <code>learner/ranks</code> = 2" in html
+    assert not any("learner/ranks" in str(text) for chart in page.points for point in chart for text in point)
+    assert page.says("learner/explained_variance , learner/value_loss : no values: this workflow has no critic.")
+    assert page.says("learner/grad_norm : no values were recorded.")
+
+
+def test_settings_that_are_defaults_are_folded(run_dir: Path, tmp_path: Path) -> None:
+    run = without(run_dir, tmp_path, "metrics.jsonl", "trace.json")
+    config = run / "config.yaml"
+    config.write_text(config.read_text() + "seed: 0\niterations: 100\n")
+    html = write_report(run).read_text()
+    own, folded = html[html.index("<h2>Configuration") :].split("<details", 1)
+    assert "<code>env.task</code></td><td>tabletop/reach</td><td>maniskill/PushCube-v1</td>" in own
+    assert "<code>env.image_size</code></td><td>64</td><td>128</td>" in own
+    assert "<code>ppo.gamma</code></td><td>0.99</td><td>–</td>" in own, "a setting that there is no more"
+    assert "<code>seed</code>" not in own and "<code>seed</code></td><td>0</td><td>default</td>" in folded
+    assert "2 settings with the default value" in folded
 
 
 def test_the_timeline_shows_the_last_complete_iteration_by_worker(html: str, page: Page) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -69,15 +70,15 @@ def test_a_curve_is_the_mean_as_far_as_all_its_runs_went(folders: list[Path], tm
     means = {head: texts for _, head, *texts in points}
     at_two = next(texts for head, texts in means.items() if float(str(head).split()[0].replace(",", "")) >= 2000)
     values = {str(text).rpartition(" ")[0]: float(str(text).rpartition(" ")[2].rstrip("%")) for text in at_two}
-    assert values["policy_lr 0.0001"] == pytest.approx(60, abs=1)
-    assert values["policy_lr 0.0003"] == pytest.approx(10, abs=1)
+    assert values["policy_lr 0.0001 (low1, low2)"] == pytest.approx(60, abs=1)
+    assert values["policy_lr 0.0003 (high1)"] == pytest.approx(10, abs=1)
     assert len(means) == len(points) and np.diff([point[0] for point in points]).min() >= 0  # type: ignore[call-overload]
 
 
 def test_a_band_is_drawn_for_several_seeds_and_not_for_one(folders: list[Path], tmp_path: Path) -> None:
     def bands(members: list[Path]) -> int:
         write_runs_page(members, tmp_path / "page.html")
-        return (tmp_path / "page.html").read_text().count("fill-opacity")
+        return (tmp_path / "page.html").read_text().count("fill-opacity: 0.18")
 
     assert bands(folders[1:2]) == 0
     assert bands([folders[0], folders[2]]) == 3, "one for each of the charts"
@@ -105,3 +106,44 @@ def test_a_run_without_an_iteration_is_named(folders: list[Path], tmp_path: Path
     (folders[1] / "metrics.jsonl").unlink()
     with pytest.raises(ReportError, match="high1: metrics.jsonl has no rows yet"):
         write_runs_page(folders, tmp_path / "page.html")
+
+
+def test_equal_curves_are_told_apart_and_named(folders: list[Path], tmp_path: Path) -> None:
+    twin = write_run(tmp_path / "twin", 1, 5e-4, [0.1, 0.1, 0.2])  # the success of high1, with another setting
+    write_runs_page([*folders, twin], tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("high1 and twin are equal.") == 3, "in each of the charts"
+    assert html.count("stroke-dasharray: 6,4") == 3
+    assert re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1|twin)</text>", html).count("twin") == 3, "at the ends"
+
+
+def test_each_run_is_named_where_its_curve_ends_and_under_the_pointer(folders: list[Path], tmp_path: Path) -> None:
+    write_runs_page(folders, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    ends = re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1)</text>", html[: html.index("</figure>")])
+    assert sorted(ends) == ["high1", "low1", "low2", "mean of 2"]
+    by_head = {head: texts for _, head, *texts in Page(html).points[0]}
+    assert by_head["2,000 env steps, iteration 2"][:2] == ["low1 50%", "low2 70%"], (
+        "the values of metrics.jsonl themselves"
+    )
+
+
+def test_a_chart_without_values_says_why(folders: list[Path], tmp_path: Path) -> None:
+    few = folders[1] / "metrics.jsonl"
+    rows = [json.loads(line) for line in few.read_text().splitlines()]
+    few.write_text("".join(json.dumps({**row, "env/success_recent": None, "env/episodes": 20}) + "\n" for row in rows))
+    write_runs_page(folders, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.says("high1: the mean is over 100 training episodes, and 60 have ended.")
+    for folder in folders:  # none has any return
+        file = folder / "metrics.jsonl"
+        file.write_text(file.read_text().replace("env/return", "env/other"))
+    write_runs_page(folders, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert len(page.points) == 2 and page.says("low1: no values were recorded.")
+
+
+def test_what_differed_comes_before_the_curves(folders: list[Path], tmp_path: Path) -> None:
+    write_runs_page(folders, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert html.index("What differed") < html.index("Results") < html.index("Learning")
