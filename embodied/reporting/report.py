@@ -434,7 +434,8 @@ def _without_curve(run: RunFolder, keys: Sequence[str]) -> str:
 
 def _reason(run: RunFolder, key: str) -> str:
     """Why a metric has no values."""
-    if key in _CRITIC and _values(run, "learner/policy_loss") and not any(_values(run, name) for name in _CRITIC):
+    critic = any(any(_values(run, name)) for name in _CRITIC)  # without one its loss is 0, or not recorded
+    if key in _CRITIC and _values(run, "learner/policy_loss") and not critic:
         return "no values: this workflow has no critic"
     return "no values were recorded"
 

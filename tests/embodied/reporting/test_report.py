@@ -137,6 +137,10 @@ def test_metrics_that_never_change_are_folded_and_missing_ones_explained(tmp_pat
     assert not any("learner/ranks" in str(text) for chart in page.points for point in chart for text in point)
     assert page.says("learner/explained_variance , learner/value_loss : no values: this workflow has no critic.")
     assert page.says("learner/grad_norm : no values were recorded.")
+    rows = [{**row, "learner/value_loss": 0.0} for row in rows]  # what a workflow without a critic records
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report(run).read_text())
+    assert page.says("learner/explained_variance : no values: this workflow has no critic.")
 
 
 def test_settings_that_are_defaults_are_folded(run_dir: Path, tmp_path: Path) -> None:
