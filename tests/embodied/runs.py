@@ -86,7 +86,7 @@ GROUPS: dict[str, Any] = {
     "workflow": f"{__name__}:KEPT_GRPO",
     "rollout": {"episode_group": 2, "episodes_per_env": 2, "curriculum": 0.5},
     "advantage": {"outcome": "return"},
-    "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0},
+    "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0, "value_lr": 3e-4},
 }
 MANISKILL: dict[str, Any] = {
     **STATES,
