@@ -134,7 +134,6 @@ def test_an_episode_is_that_of_the_bare_environment(spec: TaskSpec) -> None:
 
 def test_a_picture_is_that_of_the_bare_environment() -> None:
     """Of an environment that its authors draw with pygame, and larger than what is asked for."""
-    pytest.importorskip("pygame")
     spec = replace(CART_POLE, cameras=1, image_size=64)
     bare = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     with closing(make_physics(spec)) as physics, closing(make_renderer(spec)) as renderer:
