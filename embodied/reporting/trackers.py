@@ -258,7 +258,8 @@ def check_packages(names: Iterable[str]) -> None:
     if missing:
         one = len(missing) == 1
         raise UserError(
-            f"track names {' and '.join(missing)}, whose package{' is' if one else 's are'} not installed: "
+            f"track names {' and '.join(missing)}, "
+            f"{'whose package is not installed' if one else 'whose packages are not installed'}: "
             f"pip install {' '.join(TRACKERS[name].install for name in missing)}, "
             f"or leave {'it' if one else 'them'} out of --track"
         )

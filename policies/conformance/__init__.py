@@ -13,5 +13,5 @@ from typing import Any
 
 def pytest_load_initial_conftests(early_config: Any, args: list[str]) -> None:
     """Load the suite's plugin, with its options, if the suite is named on the command line."""
-    if any(arg.partition("::")[0] == __name__ for arg in args):
+    if any(arg.partition(":")[0] == __name__ for arg in args):
         early_config.pluginmanager.import_plugin(f"{__name__}.plugin")

@@ -280,8 +280,11 @@ def test_a_workflow_has_the_configurations_sizes() -> None:
     ("name", "message"),
     [
         ("grop", "no workflow 'grop'; did you mean grpo.*package.module:NAME"),
-        ("no.such.module:PPO", "'no.such.module:PPO' cannot be imported: No module named"),
-        ("embodied.workflows:PPQ", "'embodied.workflows:PPQ' cannot be imported: .*PPQ"),
+        ("no.such.module:PPO", "no.such.module:PPO cannot be imported on .*: there is no module no in"),
+        (
+            "embodied.workflows:PPQ",
+            "embodied.workflows:PPQ: the module embodied.workflows .* has no PPQ; did you mean PPO",
+        ),
         ("embodied.workflows.recipes:POLICY", "recipes:POLICY is a WorkflowComponent, not an embodied"),
     ],
 )

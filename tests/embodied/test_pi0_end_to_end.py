@@ -29,19 +29,25 @@ SETTINGS: dict[str, Any] = {
         "reads": ["images", "instruction"],
         "options": {"checkpoint": str(CHECKPOINT), "asset": "demonstrations", "steps": 3, "value_widths": [8]},
     },
-    "rollout": {"decisions": 4, "episode_group": 4},
-    "advantage": {"outcome": "return"},
-    "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 1e-3, "value_lr": 1e-3, "threads": 1},
+    "rollout": {"decisions": 4},
+    "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 1e-3, "threads": 1},
     "sft": {"steps": 3, "batch": 8, "lr": 1e-3},
     "eval": {"episodes": 2, "videos": 0},
     "runtime": {"mode": "inline", "trace": False},
 }
 
 
+EPISODES: dict[str, Any] = {
+    "workflow": "grpo",
+    "rollout": {"episode_group": 4},
+    "advantage": {"outcome": "return"},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("workflow", ["ppo", "grpo"])
-def test_it_is_trained_by_what_it_acted_with(workflow: str, tmp_path: Path) -> None:
-    config = parse_config({**SETTINGS, "workflow": workflow}, "test")
+@pytest.mark.parametrize("changes", [{}, EPISODES], ids=["ppo", "grpo"])
+def test_it_is_trained_by_what_it_acted_with(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = parse_config({**SETTINGS, **changes}, "test")
     run(config, tmp_path / "run")
     rows = read(tmp_path / "run")
     assert len(rows) == 2

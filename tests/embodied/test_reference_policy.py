@@ -50,9 +50,10 @@ STATES: dict[str, Any] = {
 }
 GROUPS: dict[str, Any] = {
     "workflow": "grpo_reference",
-    "rollout": {"episode_group": 2, "episodes_per_env": 2},
+    "rollout": {"decisions": 64, "episode_group": 2, "episodes_per_env": 2},
     "advantage": {"outcome": "return"},
 }
+"""`decisions` is back at its default: no rollout of episodes reads it."""
 ADAPTED: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 4},
     "rollout": {"decisions": 4},
@@ -294,8 +295,8 @@ def test_runs_with_a_reference_are_the_same_in_processes(tmp_path: Path) -> None
     ("workflow", "pull", "says"),
     [
         ("ppo_reference", 0.0, "set it to the weight"),
-        ("grpo", 0.01, "ppo_reference for example"),
-        ("ppo", 0.01, "ppo_reference for example"),
+        ("grpo", 0.01, "the workflow grpo has no reference policy, .* set workflow to ppo_reference"),
+        ("ppo", 0.01, "the workflow ppo has no reference policy, .* set workflow to ppo_reference"),
     ],
 )
 def test_a_reference_without_a_pull_and_a_pull_without_a_reference_are_refused(

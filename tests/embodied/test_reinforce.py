@@ -96,7 +96,12 @@ def test_a_divergence_without_a_reference_is_refused() -> None:
         ),
         ({"rollout": {"max_episodes_per_env": 4}}, "has no comparison within episode groups"),
         (
-            {"workflow": "ppo", "rollout": {}, "advantage": {}, "optim": {"critic_warmup": 3}},
+            {
+                "workflow": "ppo",
+                "rollout": {"episodes_per_env": 1, "episode_group": 8},
+                "advantage": {"outcome": "success"},
+                "optim": {"critic_warmup": 3},
+            },
             "3 of 3 iterations: the policy would never learn",
         ),
     ],

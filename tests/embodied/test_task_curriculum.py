@@ -133,4 +133,5 @@ def test_what_cannot_be_dealt_out_is_refused_before_a_worker_starts() -> None:
     with pytest.raises(UserError, match=r"rollout.task_curriculum is 0.75, and tabletop/reach_red is the run's one"):
         check_run(config_of({**TASKS, "extra_tasks": []}, 3))
     with pytest.raises(UserError, match=r"task_curriculum is 0.75, and the workflow grpo rolls out whole episodes, as"):
-        check_run(config_of({**TASKS, "workflow": "grpo"}, 3))
+        rollout = {"task_curriculum": 0.75, "episode_group": 2}
+        check_run(config_of({**TASKS, "workflow": "grpo", "rollout": rollout, "advantage": {}, "optim": {}}, 3))

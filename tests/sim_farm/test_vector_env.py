@@ -334,12 +334,12 @@ def test_the_processes_end_with_the_script(end: str) -> None:
     assert done.stderr.count("Traceback") == ("raise" in end), done.stderr
 
 
-def test_a_simulator_that_the_script_has_registered_is_found(tmp_path: Path) -> None:
+def test_a_simulator_of_the_script_s_own_folder_is_found(tmp_path: Path) -> None:
     example = (ROOT / "examples" / "own_simulator.py").read_text()
     (tmp_path / "own_simulator.py").write_text(example)
     (tmp_path / "script.py").write_text(
-        "import own_simulator, sim_farm\n"
-        "envs = sim_farm.vector_env('point/reach', 2, workers=1)\n"
+        "import sim_farm\n"
+        "envs = sim_farm.vector_env('own_simulator:BACKEND/reach', 2, workers=1)\n"
         "print(envs.reset(seed=0)[0].shape)\nenvs.close()\n"
     )
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
