@@ -88,6 +88,7 @@ def test_and_from_python(folder: Path) -> None:
     assert policy.kind == KIND and policy.architecture() == {"std": 0.4}
 
 
+@pytest.mark.slow
 def test_on_ray_it_trains_alike_and_a_killed_physics_worker_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

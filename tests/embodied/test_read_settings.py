@@ -14,6 +14,9 @@ from embodied.commands.train import train_run
 from embodied.config.files import all_settings, parse_config
 from embodied.config.schema import Config, Section
 from embodied.errors import UserError
+from embodied.metric import undeclared
+from embodied.reporting import metrics
+from embodied.training.declared_metrics import COUNTS, TRAINING
 from embodied.workflows.checks import DEFAULTS, READERS, check_unread
 from embodied.workflows.recipes import PPO, RECIPES
 
@@ -92,10 +95,12 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("workflow", sorted(OF_WORKFLOWS))
 def test_a_setting_is_read_or_refused(workflow: str, read: set[str], tmp_path: Path) -> None:
-    train_run(config_of(workflow), "law", tmp_path, resume=False)
+    train_run(config_of(workflow, name="law"), "law", tmp_path, resume=False)
     unread = set(all_settings()) - read - PLACED - OF_FAILURES - OF_OTHER_COMMANDS
     refused = {key for reader in READERS for key in reader.settings}
     assert unread <= refused, f"{workflow} does not read them, and does not refuse them"
+    (row,) = metrics.read(tmp_path / "law")  # the law of metrics, of the same run
+    assert not undeclared(row, (*COUNTS, *TRAINING))
 
 
 @pytest.mark.parametrize("workflow", sorted(OF_WORKFLOWS))
