@@ -181,8 +181,9 @@ def _trained(path: Path) -> dict[str, Any]:
 
 def _evaluated(path: Path) -> dict[str, Any]:
     data = read_json(path)
-    success = _number(data["success_rate"])
-    return {"success": success, "mean_return": _number(data.get("return")), "evaluated": success is not None}
+    # A task may know no success; a return may not be finite.
+    success, mean_return = (_number(data.get(name)) for name in ("success_rate", "return"))
+    return {"success": success, "mean_return": mean_return, "evaluated": data["episodes"] > 0}
 
 
 def _changed(folder: Path) -> float | None:

@@ -28,7 +28,7 @@ def make(folder: Path, iterations: int, evaluated: float | None = None, **settin
     rows = [json.dumps({"iteration": i, **ROW, "env_steps": 512 * i}) + "\n" for i in range(1, iterations + 1)]
     (folder / "metrics.jsonl").write_text("".join(rows))
     if evaluated is not None:
-        (folder / "eval.json").write_text(json.dumps({"success_rate": evaluated, "return": 0.75}))
+        (folder / "eval.json").write_text(json.dumps({"episodes": 4, "success_rate": evaluated, "return": 0.75}))
     return folder
 
 
@@ -80,6 +80,13 @@ def test_the_table_and_the_result_say_the_same(root: Path, capsys: pytest.Captur
         (line,) = [line for line in shown.splitlines() if f"| {one['name']} " in line]
         assert one["state"] in line and "flow on tabletop/reach" in line
     assert "87.5%" in shown and "25.0% (training)" in shown and "1 min 02 s" in shown and "1,024" in shown
+
+
+def test_a_task_that_knows_no_success_is_listed_by_its_return(tmp_path: Path) -> None:
+    folder = make(tmp_path / "balanced", 4, env={"task": "gymnasium/CartPole-v1"})
+    (folder / "eval.json").write_text(json.dumps({"episodes": 4, "return": 475.0}))
+    one = found(tmp_path)["balanced"]
+    assert (one.state, one.success, one.mean_return, one.problem) == ("finished", None, 475.0, None)
 
 
 def test_optimiser_steps_of_supervised_learning_are_its_iterations(tmp_path: Path) -> None:
