@@ -1,5 +1,5 @@
-"""What each verb can be given, as data, and the first checks of it: without importing what the verb does, which takes
-seconds."""
+"""Arguments of the verbs as data, with their first checks. The modules that do the work, which take seconds to import,
+are not imported here."""
 
 from __future__ import annotations
 

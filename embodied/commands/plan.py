@@ -96,7 +96,7 @@ def _on_cores_s(measured: Profile, workflow: Workflow, cluster: Cluster, config:
 
 
 def _beside(on_cores_s: float | None, profile: Profile, workflow: Workflow, cluster: Cluster) -> list[str]:
-    """What the same would take on cores, as measured; or that accelerators have no times."""
+    """Sentences beside estimated times: the measured time of a plan on cores, or that accelerators have none."""
     if on_cores_s is not None:
         return [f"With all components on cores, as measured, an iteration would take {on_cores_s:.3g} s."]
     if profile.components[roles_of(workflow).policy].pool == "cores" and any(n.accelerators for n in cluster.nodes):

@@ -29,7 +29,7 @@ LONGEST = 100
 WANTED = {"env": "task", "policy": "kind", "sft": "steps", "iterations": "", "stop_at_success": ""}
 """Settings that are read, and of a section which one. All of them would take a hundred runs more than a second."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, UserError)
-"""What reading a file of any content may raise."""
+"""Exceptions that reading a file of any content may raise."""
 HEAD = ("run", "policy on task", "state", "success", "return", "env steps", "time", "when")
 
 
@@ -65,7 +65,7 @@ class Listed:
     changed: float | None = None
     """When the run last wrote a row, or else began: seconds since 1970."""
     problem: str | None = None
-    """What is wrong with the folder."""
+    """Problem of the folder; None: it was read whole."""
 
 
 def run(args: Arguments) -> dict[str, Any]:

@@ -167,7 +167,7 @@ ExtraTask = Annotated[
         str_from_instance=lambda value: [_entry_text(value)],
     ),
 ]
-"""What differs from `env` in a further task."""
+"""Settings of a further task that differ from `env`."""
 
 
 class EnvConfig(Section):
@@ -596,7 +596,7 @@ def simulators_of(tasks: str) -> list[str]:
 
 
 def typed_code(word: str) -> str:
-    """What one word names that was typed after a key of `KEYS`: of a further task's entry, its task."""
+    """The names of code in one word that was typed after a key of `KEYS`: of a further task's entry, its task."""
     try:
         entry = _entry(word)
     except ValueError:  # the parser of all arguments says so

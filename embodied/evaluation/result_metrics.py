@@ -21,9 +21,9 @@ METRICS = (
         "eval/success_rate/<task>", "share", "Episodes of the task that were solved, where there are several tasks."
     ),
 )
-"""Of evaluations during training, in `selection.jsonl`."""
+"""Metrics of evaluations during training, in `selection.jsonl`."""
 FINAL = tuple(Metric("final" + one.name.removeprefix("eval"), one.unit, one.meaning) for one in METRICS)
-"""Of the evaluation at the end, which trackers note: the same, of other episodes."""
+"""Metrics of the evaluation at the end, on other episodes, as trackers record them."""
 
 
 def metrics_of(found: Mapping[str, Any], prefix: Literal["eval", "final"]) -> dict[str, float]:

@@ -418,7 +418,7 @@ METRICS = (
     Metric("learner/reference_kl", "nats", "KL divergence from the reference policy, where the loss has it."),
     Metric("learner/auxiliary_loss", "loss", "Loss that the policy itself adds, where it does."),
 )
-"""Of an update on samples."""
+"""Metrics of an update on samples."""
 
 
 def metrics_of(samples: Samples, found: UpdateStatistics, settings: LossConfig) -> dict[str, float]:

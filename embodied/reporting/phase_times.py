@@ -1,5 +1,5 @@
-"""How an iteration's time is divided into rollout, update and the rest, predicted beside measured, and which of them
-was the reason where the plan that was predicted best was not the fastest measured."""
+"""Phase times: an iteration's rollout, update and rest, predicted beside measured. They say why the plan that was
+predicted best was not the fastest measured, where it was not."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TRAINING = (
     *learner.METRICS,
     *learner_ranks.METRICS,
 )
-"""Of a row of `embodied train`."""
+"""Metrics of a row of `embodied train`."""
 IMITATION = sft.METRICS
-"""Of a row of `embodied sft`."""
+"""Metrics of a row of `embodied sft`."""
 EVALUATION, FINAL = result_metrics.METRICS, result_metrics.FINAL

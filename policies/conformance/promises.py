@@ -32,7 +32,7 @@ PROMISES = (
         "decisions cannot be stored in the trajectory memory: a run ends at its first rollout",
     ),
     Promise(
-        "equal decisions, whoever computes them",
+        "equal decisions in every process",
         (law_noise_decides, law_mode_is_deterministic, law_rows_are_independent, law_global_generators_are_untouched),
         "a run depends on the number of environments, groups, replicas and processes, cannot be repeated or resumed "
         "exactly, and two evaluations of one checkpoint differ",

@@ -58,7 +58,7 @@ EXACT_REPLAY = Promise(
     "it: Backend(..., exact_replay=False)",
 )
 EXACT_SPLIT = Promise(
-    "exact split: the scene determines the picture, whoever draws it",
+    "exact split: the scene determines the picture in every process",
     (scene_determines_picture, picture_is_the_same_in_another_process, renderers_share_nothing),
     "render workers of their own are not possible: farm.render_workers stays 0, and a picture may still depend on "
     "what was drawn before it. Declare it: Backend(..., exact_split=False)",
