@@ -149,7 +149,9 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
 
             show_help(verb, kind, options["default"].settings)
             raise SystemExit(0)
-        return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
+        return tyro.cli(
+            kind, args=arguments, prog=f"embodied {verb}", config=(tyro.conf.HelptextFromCommentsOff,), **options
+        )
     except BrokenPipeError:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

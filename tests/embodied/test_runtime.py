@@ -472,7 +472,7 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
 
 
 def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime, shared_ray: SharedRay) -> None:
-    """The last test: it closes the cluster that the others share."""
+    """The last test of all that share the cluster (tests/conftest.py): it closes it."""
     cluster.prepare(1)
     with session_of(config_of(), cluster).farm(STATES) as farm:
         family = family_of(os.getpid())
