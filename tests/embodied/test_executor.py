@@ -147,7 +147,11 @@ def shapes() -> dict[str, Assignment]:
     }
 
 
-@pytest.mark.parametrize("settings", [STATES, IMAGES, GROUPS], ids=["states", "images", "groups"])
+@pytest.mark.parametrize(
+    "settings",
+    [STATES, pytest.param(IMAGES, marks=pytest.mark.slow), GROUPS],
+    ids=["states", "images", "groups"],
+)
 def test_groups_and_workers_change_no_more_than_the_rounding(settings: dict[str, Any], reference: Reference) -> None:
     runs = {name: reference(settings, plan) for name, plan in shapes().items()}
     expected = runs["1 groups, 1 workers"]

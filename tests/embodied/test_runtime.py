@@ -39,7 +39,6 @@ from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.conftest import SharedRay
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_relay import STATES
-from tests.variants import often
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +79,8 @@ def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
 # --- the same result
 
 
-@pytest.mark.parametrize("groups", often((2,), (1, 2)))
+@pytest.mark.slow  # every plan is compared in test_executor.py, the loop and its checkpoints in test_recovery.py
+@pytest.mark.parametrize("groups", (1, 2))
 def test_training_under_ray_equals_training_inline(groups: int, cluster: RayRuntime, tmp_path: Path) -> None:
     """To the last bit: workers, batches and threads are the same, only the processes are not."""
     config = config_of(groups)
