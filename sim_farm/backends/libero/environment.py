@@ -76,6 +76,7 @@ FIELDS = ("body_pos", "body_quat", "site_rgba")
 CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "galleryview", "sideview", "birdview", "paperview")
 CACHED_MODELS = 2
 """Compiled tasks that a process keeps while they are not used: with its textures one takes up to 400 MB."""
+NOTHING = "<mujoco/>"
 
 
 class SharedModel:
@@ -140,6 +141,8 @@ def _compiled(task: LiberoTask) -> SharedModel:
             model = mujoco.MjModel.from_xml_string(xml)
             # Copied at once: an environment moves fixtures as soon as it is built.
             compiled.append((model, {name: getattr(model, name).copy() for name in FIELDS}))
+            # MuJoCo keeps what it parsed last, here 200 MB of textures, until it parses something else.
+            mujoco.MjModel.from_xml_string(NOTHING)
         return compiled[0][0]
 
     env = _build(task, compile_model)
