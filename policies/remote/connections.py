@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,12 @@ class Connection:
     def __init__(self, address: str, timeout_s: float) -> None:
         """Raises `PolicyError` where no server answers within `timeout_s`, or one of another protocol does."""
         self._address = address
+        self._open = ExitStack()
         check_address(address)
         try:
             # openpi's server computes in the loop that would answer a ping: it may be silent for as long as its first
             # decision is compiled. A question's own deadline is what notices that it hangs.
-            self._socket: ClientConnection = connect(
+            connecting = connect(
                 address,
                 compression=None,
                 max_size=LARGEST,
@@ -39,6 +40,7 @@ class Connection:
                 ping_interval=None,
                 proxy=None,
             )
+            self._socket: ClientConnection = self._open.enter_context(connecting)
         except (OSError, TimeoutError) as error:
             raise PolicyError(
                 f"no policy server answers at {address} ({str(error) or type(error).__name__}): start one (`embodied "
@@ -72,7 +74,7 @@ class Connection:
         return self._actions(self._unpacked(answer, "its answer"))
 
     def close(self) -> None:
-        self._socket.close()
+        self._open.close()
 
     def _metadata(self, timeout_s: float) -> Mapping[str, Any]:
         try:
