@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -43,6 +42,7 @@ from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
 from embodied.statistics import paired_difference
 from embodied.workflows.context import policy_spec, task_spec
+from policies.errors import PolicyError
 from policies.registry import policy_class
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec
@@ -76,6 +76,11 @@ class Subject:
         """Name of the dataset whose statistics give actions their unit, where others have named it."""
         return policy_class(self.config.policy.kind).statistics_name(self.config.policy.architecture)
 
+    @cached_property
+    def server(self) -> Mapping[str, Any] | None:
+        """What the program that decides says of itself; None where the policy is computed here."""
+        return policy_class(self.config.policy.kind).served_by(self.config.policy.architecture)
+
     @property
     def named(self) -> str | None:
         """The checkpoint for people: a run's, or else the one that the policy's options or policy.init name."""
@@ -89,9 +94,13 @@ class Subject:
         policy = {
             **config.policy.model_dump(mode="json"),
             "cameras": config.model_dump(mode="json")["env"]["cameras"],
-            "checkpoint_sha256": None if begun is None else _digest(begun),
+            "checkpoint_sha256": None if begun is None else checkpoint.digest(begun),
             "files": self.files,
         }
+        if self.server is not None:
+            incidental = policy_class(config.policy.kind).incidental
+            policy["options"] = {name: v for name, v in config.policy.options.items() if name not in incidental}
+            policy["server"] = self.server
         return Identity(protocol, policy)
 
 
@@ -122,15 +131,20 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         _say(f"Note: {warning}")
     recovery = Recovery(folder.path, "episodes")
     try:
-        until_done(
+        decisions = until_done(
             lambda: _run_episodes(subject, protocol, session, folder, recovery),
             recovery,
             session,
             lambda: len(folder.outcomes),
         )
-    except KeyboardInterrupt:
-        _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
+    except (KeyboardInterrupt, PolicyError) as error:
+        kept = f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them"
+        if isinstance(error, PolicyError) and folder.outcomes:
+            raise PolicyError(f"{error}. {kept}") from error
+        if not isinstance(error, PolicyError):
+            _say(kept)
         raise
+    folder.put_in_order()
     outcomes = folder.in_order()
     has_success = any(outcome.success is not None for outcome in outcomes)
     starts = {task: origin.starts(task, [o.spec for o in outcomes if o.task == task]) for task in protocol.tasks}
@@ -142,6 +156,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         "checkpoint": subject.named,
         "files": subject.files,
         "statistics": subject.statistics,
+        **({} if subject.server is None else {"server": subject.server}),
+        **({} if decisions is None else {"decisions": decisions}),
         "folder": str(folder.path),
         "protocol": {
             **as_data(protocol),
@@ -242,8 +258,9 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
 
 def _run_episodes(
     subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, recovery: Recovery
-) -> None:
-    """Task by task, on a farm each; one worker holds the policy for all of them."""
+) -> dict[str, float] | None:
+    """Task by task, on a farm each; one worker holds the policy for all of them. Returns how long its decisions took;
+    None where no episode is left."""
     unfinished = [task for task in protocol.tasks if folder.left(task)]
     ahead, done, begin = sum(len(folder.left(task)) for task in unfinished), 0, time.monotonic()
     worker: Handle[Evaluator] | None = None
@@ -266,8 +283,11 @@ def _run_episodes(
             for lost in session.runtime.take_replaced():
                 _say(recovery.note_replaced(lost, len(folder.outcomes)))
         done += len(left)
-    if worker is not None:
-        worker.end()
+    if worker is None:
+        return None
+    decisions = worker.call(Evaluator.decision_times)
+    worker.end()
+    return decisions
 
 
 def _say(text: str) -> None:
@@ -303,6 +323,7 @@ def _weights_of(subject: Subject) -> str:
     parts = [str(subject.checkpoint or subject.config.policy.init or "")]
     parts += [f"{one['path']} (sha256 {one['sha256'][:12]})" for one in subject.files.values()]
     parts += [] if subject.statistics is None else [f"statistics of {subject.statistics}"]
+    parts += [] if subject.server is None else ["the weights of a policy server (eval.json: server)"]
     return ", ".join(part for part in parts if part) or "no checkpoint"
 
 
@@ -375,8 +396,3 @@ def _show_in_run(folder: Path, subject: Subject) -> None:
             shutil.copyfile(folder / name, run_dir / name)
         else:
             (run_dir / name).unlink(missing_ok=True)
-
-
-def _digest(folder: Path) -> str:
-    """sha256 of the manifest, which has the digest of every other file of the checkpoint."""
-    return hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()

@@ -3,7 +3,7 @@
     FOLDER/
       protocol.json           the protocol with its hash, and the policy: what the episodes are of
       config.yaml             the policy's configuration
-      episodes.jsonl          a line for each episode that has ended
+      episodes.jsonl          a line for each episode that has ended; once all have, in the protocol's order
       actions/TASK/17.npy     [length, A] float32, as executed in trial 17
       eval.json eval.md       the result, once every episode is there
       videos/evaluation.mp4
@@ -94,6 +94,14 @@ class EvalFolder:
         """By task, as the protocol lists them, and trial."""
         tasks = {task: number for number, task in enumerate(self.identity.protocol.tasks)}
         return sorted(self.outcomes.values(), key=lambda outcome: (tasks[outcome.task], outcome.trial))
+
+    def put_in_order(self) -> None:
+        """Write the episodes' lines by task and trial, in place of the order in which the episodes happened to end: two
+        folders of the same episodes have the same file."""
+        self.close()
+        self._lines = None
+        lines = [json.dumps(_to_line(outcome)) for outcome in self.in_order()]
+        write_whole(self.path / EPISODES, "".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
         if self._lines is not None:
