@@ -26,7 +26,7 @@ MOST_REWARD = 10.0
 """Meta-World's reward where a task is solved."""
 PROPRIO = 4
 """Leading numbers of the observation: the hand's position (3) and how far the gripper is open."""
-FIELDS = ("body_pos", "body_quat", "site_pos")
+FIELDS = ("body_pos", "site_pos")
 """Arrays of the model that Meta-World's resets write to (tests/examples/test_metaworld.py looks at every one)."""
 
 
