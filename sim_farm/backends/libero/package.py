@@ -32,7 +32,7 @@ def prepare() -> None:
     if spec is None or spec.submodule_search_locations is None or importlib.util.find_spec("robosuite") is None:
         raise FarmError("LIBERO's tasks need the packages hf-libero and robosuite: pip install 'embodied-farm[libero]'")
     _settle_settings(Path(next(iter(spec.submodule_search_locations))) / "libero")
-    _import_robosuite_without_opengl()
+    import_robosuite()
 
 
 def settings_file() -> Path:
@@ -87,8 +87,11 @@ def _check_settings(path: Path) -> None:
             raise FarmError(f"LIBERO's settings file {path} names {folder!r} as {key}, which is no folder: {remedy}")
 
 
-def _import_robosuite_without_opengl() -> None:
-    """robosuite's macros are loaded ahead of it, with drawing switched off, as its import already reads them."""
+def import_robosuite() -> None:
+    """Make robosuite importable, where LIBERO is not wanted too.
+
+    Its macros are loaded ahead of it, with drawing switched off, as its import already reads them.
+    """
     if "robosuite" in sys.modules:
         return
     from sim_farm.backends.mujoco_gl import mujoco  # noqa: F401  (binds no platform either)
