@@ -173,11 +173,17 @@ ALL = '<a href="/">All runs</a>'
 def list_page(runs_dir: Path, found: Iterable[tuple[str, Listed]]) -> str:
     """The list of runs, the one that wrote last first, and below it the latest iterations of each that trains."""
     found = sorted(found, key=lambda named: (named[1].changed or 0.0, named[0]), reverse=True)
-    rows = [(_link(name, one), *map(escape, row_of(one)[1:])) for name, one in found]
-    shown = report.table(HEAD, rows) if rows else f'<p class="notice">{escape(none_below(runs_dir))}</p>'
+    rows = [(_link(name, one), *map(escape, _in_order(row_of(one))[1:])) for name, one in found]
+    shown = report.table(_in_order(HEAD), rows, "runs") if rows else f'<p class="notice">{escape(none_below(runs_dir))}</p>'
     header = f'<header><h1>Runs</h1><p class="facts">{escape(str(runs_dir.resolve()))}</p></header>'
     trains = [latest(Path(one.path), _link(name, one)) for name, one in found if one.running]
     return "\n".join([ABOVE.format(""), header, report.section("All runs", shown), *trains])
+
+
+def _in_order(row: tuple[str, ...]) -> tuple[str, ...]:
+    """A row with the policy last: what changes comes first, and is seen on a narrow page."""
+    name, policy, *rest = row
+    return name, *rest, policy
 
 
 def latest(folder: Path, title: str) -> str:
