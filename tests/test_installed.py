@@ -25,7 +25,7 @@ from tests.embodied import stranger
 from tests.embodied.test_resume import assert_same_run
 
 ROOT = Path(__file__).parent.parent
-FILES = ("pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")
+FILES = ("embodied_command.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")
 SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "configs", "assets")
 
 
@@ -103,7 +103,8 @@ def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.stat().st_size < 12e6
     assert [name for name in names if name.endswith("/reach.xml")] == ["sim_farm/backends/tabletop/scenes/reach.xml"]
-    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == set(SOURCES) - {"configs", "assets"}
+    packaged = {name.partition("/")[0] for name in names if "dist-info" not in name}
+    assert packaged == {*SOURCES, "embodied_command.py"} - {"configs", "assets"}
 
 
 def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -157,6 +158,18 @@ def command(installed: Path, folder: Path, *arguments: str) -> str:
 def test_the_installed_command_says_its_version(installed: Path, tmp_path: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert version in command(installed, tmp_path, "--version")
+
+
+@pytest.mark.parametrize("own", ["embodied/__init__.py", "embodied.py"])
+def test_a_module_called_embodied_is_named_with_ours(own: str, installed: Path, tmp_path: Path) -> None:
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text("raise RuntimeError('it was imported')")
+    path = {**os.environ, "PYTHONPATH": f".{os.pathsep}{installed}"}
+    program = [sys.executable, installed / "bin" / "embodied", "train", "reach"]
+    done = subprocess.run(program, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"embodied: {tmp_path / own} hides this project's package embodied, {installed}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -174,7 +174,8 @@ def list_page(runs_dir: Path, found: Iterable[tuple[str, Listed]]) -> str:
     """The list of runs, the one that wrote last first, and below it the latest iterations of each that trains."""
     found = sorted(found, key=lambda named: (named[1].changed or 0.0, named[0]), reverse=True)
     rows = [(_link(name, one), *map(escape, _in_order(row_of(one))[1:])) for name, one in found]
-    shown = report.table(_in_order(HEAD), rows, "runs") if rows else f'<p class="notice">{escape(none_below(runs_dir))}</p>'
+    none = f'<p class="notice">{escape(none_below(runs_dir))}</p>'
+    shown = report.table(_in_order(HEAD), rows, "runs") if rows else none
     header = f'<header><h1>Runs</h1><p class="facts">{escape(str(runs_dir.resolve()))}</p></header>'
     trains = [latest(Path(one.path), _link(name, one)) for name, one in found if one.running]
     return "\n".join([ABOVE.format(""), header, report.section("All runs", shown), *trains])
