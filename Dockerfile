@@ -18,6 +18,7 @@ COPY setup setup
 COPY assets assets
 COPY configs configs
 COPY embodied embodied
+COPY embodied_command.py ./
 COPY policies policies
 COPY schedulers schedulers
 COPY sim_farm sim_farm

@@ -42,11 +42,12 @@ VERBS = {
     "export": ("export", "RUN"),
     "report": ("report", "RUN"),
     "runs": ("runs", ""),
+    "watch": ("watch", ""),
     "doctor": ("doctor", ""),
 }
 """Verb to its module in `embodied.commands` and what it must be given first."""
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
-OWN = ("import", "bench", "runs")
+OWN = ("import", "bench", "runs", "watch")
 """Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"

@@ -85,6 +85,7 @@ EXAMPLES = {
     "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
     "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
     "runs": (("embodied runs", "what each trains, its state, success, return, env steps, time"),),
+    "watch": (("embodied watch", "the same in the browser, and each run's page, while they train"),),
     "doctor": (("embodied doctor", "what is missing, with commands"),),
 }
 """Commands of each verb, the usual ones first, with what they do."""

@@ -66,21 +66,31 @@ PAGE = Path(__file__).with_name("page.html")
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    results = {_evaluation: bool(run.evals), _videos: bool(run.videos)}
-    first, later = ([made for made, there in results.items() if there is wanted] for wanted in (True, False))
-    learning = (_measure, _imitation, _data, _learner, _time, plan_section, _timeline)
-    sections = (_header, _figures, *first, *learning, *later, _config, _protocol)
-    body = "\n".join(made(run) for made in sections)
     target = run.path / "report.html"
-    write_page(target, run.path.resolve().name, body)
+    write_page(target, run.path.resolve().name, report_of(run))
     return target
 
 
+def report_of(run: RunFolder) -> str:
+    """The report's sections as HTML."""
+    results = {_evaluation: bool(run.evals), _videos: bool(run.videos)}
+    first, later = ([made for made, there in results.items() if there is wanted] for wanted in (True, False))
+    learning = (_measure, _imitation, _data, _learner, _time, plan_section, _timeline)
+    sections = (_header, figures_of, *first, *learning, *later, _config, _protocol)
+    return "\n".join(made(run) for made in sections)
+
+
 def write_page(path: Path, title: str, body: str) -> None:
-    """Write a self-contained page. `title` is plain text, `body` HTML; half a character, which no file holds, is
-    written as its number."""
-    text = Template(PAGE.read_text()).substitute(title=escape(title), body=body)
-    write_whole(path, text.encode("utf-8", "backslashreplace").decode())
+    """Write a self-contained page. `title` is plain text, `body` HTML."""
+    write_whole(path, page(title, body))
+
+
+def page(title: str, body: str, script: str = "") -> str:
+    """A page. `title` is plain text, `body` HTML. With a `script` it may ask the server that it came from for more;
+    without, it asks for nothing. Half a character, which no file holds, becomes its number."""
+    connect = "; connect-src 'self'" if script else ""
+    text = Template(PAGE.read_text()).substitute(title=escape(title), body=body, connect=connect, script=script)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # --- the sections, from top to bottom
@@ -99,7 +109,8 @@ def _header(run: RunFolder) -> str:
     return f'<header><h1>{escape(run.path.resolve().name)}</h1><p class="facts">{spans}</p></header>'
 
 
-def _figures(run: RunFolder) -> str:
+def figures_of(run: RunFolder) -> str:
+    """The run's main figures on cards."""
     figures = [_measured_figure(run)]
     if run.rows:
         last = run.rows[-1]
