@@ -215,7 +215,11 @@ def test_without_cameras_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch, plain
             assert row["state"].tobytes() == seen["state"].tobytes(), "cameras change what happens"
 
 
-@pytest.mark.parametrize("missing", [np.s_[:], np.s_[0], np.s_[1]], ids=["all", "first camera", "second camera"])
+@pytest.mark.parametrize(
+    "missing",
+    [np.s_[:], pytest.param(np.s_[0], marks=pytest.mark.slow), np.s_[1]],
+    ids=["all", "first camera", "second camera"],
+)
 @pytest.mark.parametrize("kind", ["frame", "final"])
 def test_a_frame_that_was_not_drawn_is_noticed(kind: str, missing: Any) -> None:
     with closing(Farm.create(replace(SPEC, final_frames="ended"), InProcess())) as farm:
