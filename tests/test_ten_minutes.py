@@ -76,6 +76,7 @@ def test_only_the_installation_is_not_run_here() -> None:
     assert all(FILE.match(text) for language, text in blocks if language == "yaml")
 
 
+@pytest.mark.slow  # what it calls is what the page calls
 def test_the_notebook_runs_from_its_first_cell_to_its_last(folder: Path) -> None:
     notebook: Any = nbformat.read(ROOT / "examples" / "first_hour.ipynb", as_version=4)
     nbformat.validate(notebook)

@@ -19,6 +19,7 @@ from tests.fuzzing.law import holds
 from tests.policies.openvla.cases import ONE_ACTION, error, random_inputs
 from tests.policies.openvla.oft_directory import CHUNK, STEP, stored, write_oft
 from tests.policies.openvla.tiny import write_tiny
+from tests.variants import often
 
 LAYERS = r"language_model\.model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)|projector\.fc[123]"
 
@@ -116,11 +117,13 @@ def test_merging_changes_the_adapted_matrices_alone(base, made, tmp_path, dtype)
             assert error(tensor, (stored(base)[name].to(kind).float() + delta).to(kind)) <= 1e-6, name
 
 
-@pytest.mark.parametrize(
-    "named",
-    [None, "", "openvla/openvla-7b", "/elsewhere/models/openvla-7b", "/elsewhere/openvla-7b/",
-     "/home/a/.cache/huggingface/hub/models--openvla--openvla-7b/snapshots/31f090d", "OpenVLA/OpenVLA-7B"],
+SAME = (
+    None, "/elsewhere/openvla-7b/", "/home/a/.cache/huggingface/hub/models--openvla--openvla-7b/snapshots/31f090d",
+    "", "openvla/openvla-7b", "/elsewhere/models/openvla-7b", "OpenVLA/OpenVLA-7B",
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("named", often(SAME[:3], SAME))
 def test_the_base_that_an_adapter_names(base, adapter, named):
     edit(adapter, base_model_name_or_path=named)
     adapted(base, adapter)
