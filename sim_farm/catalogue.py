@@ -34,7 +34,7 @@ CATALOGUE = {
     "gymnasium": Entry(None, packages=("gymnasium",)),
     "libero": Entry(
         tuple(f"{suite}/{index}" for suite, count in LIBERO_SUITES.items() for index in range(count)),
-        "sim_farm.backends.libero.package:assets",
+        "sim_farm.backends.libero.assets:assets",
         packages=("hf-libero", "robosuite", "mujoco"),
         own_files=True,
         other_suites="only LIBERO's own suites are known here, not those that others made of them (LIBERO-PRO, "
