@@ -149,10 +149,10 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         )
     except (KeyboardInterrupt, PolicyError) as error:
         kept = f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them"
-        if isinstance(error, PolicyError) and folder.outcomes:
-            raise PolicyError(f"{error}. {kept}") from error
-        if not isinstance(error, PolicyError):
+        if isinstance(error, KeyboardInterrupt):
             _say(kept)
+        elif subject.server is not None and folder.outcomes:  # a server that is started again can go on
+            raise PolicyError(f"{error}. {kept}") from error
         raise
     folder.put_in_order()
     everything = folder.in_order()
