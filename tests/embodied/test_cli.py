@@ -344,6 +344,10 @@ MISTAKES = {
     "learned": ("sft pi0_small --policy.kind pi1", "did you mean pi0"),
     "planned": ("plan reach --policy.kind gausian_mlp", "did you mean gaussian_mlp"),
     "measured": ("profile reach --env.task tabletop/rech", "did you mean tabletop/reach"),
+    "unread": ("train reach --reward.function a.b:C", "reward.function is 'a.b:C', and the workflow ppo has no reward"),
+    "compared with": ("train reach --loss.reference_kl 0.1", "set workflow to ppo_reference or grpo_reference"),
+    "named": ("eval reach --name mine", "`embodied eval` begins none: leave it out; --folder says where"),
+    "profiled": ("profile reach --name=mine", "`embodied profile` begins none: leave it out; --out says where"),
     "removed": ("eval pi0_small --policy.options.chekpoint=", "did you mean --policy.options.checkpoint=?"),
 }
 

@@ -17,8 +17,8 @@ from embodied.errors import UserError
 from embodied.metric import undeclared
 from embodied.reporting import metrics
 from embodied.training.declared_metrics import COUNTS, TRAINING
-from embodied.workflows.checks import DEFAULTS, READERS, check_unread
 from embodied.workflows.recipes import PPO, RECIPES
+from embodied.workflows.unread import DEFAULTS, READERS, check_unread
 from tests.variants import often
 
 SMALL: dict[str, Any] = {
