@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickletools
+import re
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -62,6 +63,26 @@ def _own_suites() -> dict[str, Any]:
     prepare()
     known = importlib.import_module("libero.libero.benchmark").get_benchmark_dict()
     return {suite: cls for suite, cls in known.items() if cls.__module__.partition(".")[0] != "libero"}
+
+
+def task_count(suite: str) -> int:
+    """Number of the suite's tasks."""
+    return len(_suite(suite))
+
+
+def spoken_name(name: str) -> str:
+    """What LIBERO's code makes an instruction of: the name of the task file, without the scene, with blanks."""
+    if name[0].isupper():
+        name = name[name.find("SCENE") + (8 if "SCENE10" in name else 7) :]
+    return " ".join(name.split("_"))
+
+
+def instruction_of(bddl: Path) -> str:
+    """The instruction that a task file states, in lower case, as LIBERO reads task files."""
+    found = re.search(r"\(:language\s+([^()]*)\)", bddl.read_text())
+    if found is None:
+        raise FarmError(f"{bddl} states no instruction")
+    return " ".join(found[1].lower().split())
 
 
 def find_task(name: str) -> LiberoTask:

@@ -1,0 +1,288 @@
+"""LIBERO-Plus (Fei et al. 2025, arXiv:2510.13626) as perturbations of LIBERO's own tasks.
+
+Its four suites list 10,030 variants of LIBERO's 40 tasks, each by a name that says what is otherwise:
+
+    <task>_view_<H>_<V>_<S>_<R>_<P>_initstate_<N>            the camera's pose (N = 0), or the arm's home posture
+    <task>_view_0_0_100_0_0_initstate_0_noise_<K>            the picture of `agentview`
+    <task>_language_<N>_view_0_0_100_0_0_initstate_0         the instruction
+    <task>[_moved]_level<L>_sample<N>                        where the objects lie
+    <task>_add_<N>, _light_<N>, _table_<N>, _tb_<N>          needs files that the package does not have: left out
+
+Names, texts, postures, task files and initial states are read from the package's wheel (`data_wheels`). None of its code
+is run: what that code does of them is written here anew, and compared with it to the last bit
+(tests/sim_farm/libero_suites/). Three things that one would not expect, and that are reproduced:
+
+- `agentview` stands where LIBERO has it rounded to four decimals in every variant, also where the camera is not the axis.
+- The arm of a start variant begins where the recorded initial state has it: restoring that state undoes the reset. What
+  stays is the controller's: it turns the hand back to, and bends the arm towards, the posture of the reset.
+- Except on the language axis, the policy is told the variant's name with blanks for underscores (`published`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sim_farm.backends.libero.data_wheels import PLUS, unpacked
+from sim_farm.backends.libero.tasks import LiberoTask, find_task, instruction_of, spoken_name, task_count
+from sim_farm.contract import FarmError
+from sim_farm.perturbations import CameraPose, HomePosture, Perturbation, PictureChange, SceneChange, TaskFile
+
+SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+AXES = ("camera", "start", "words", "noise", "objects")
+LEFT_OUT = {
+    "add": "distractors: objects that only a download of LIBERO-Plus has",
+    "light": "light: scenes that only a download of LIBERO-Plus has",
+    "table": "background: textures that only a download of LIBERO-Plus has",
+    "tb": "background: textures that only a download of LIBERO-Plus has",
+}
+BLURS = ("motion_blur", "gaussian_blur", "zoom_blur", "fog", "glass_blur")
+"""Functions of pictures in the order of LIBERO-Plus's noise codes: 1 to 10 are the severities of the first, and so on."""
+STARTS_PER_LEVEL = 100
+"""Start postures 1 to 100 are 0.1 rad from LIBERO's, 101 to 200 are 0.2 rad from it, and so on to 0.5 rad."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One entry of LIBERO-Plus."""
+
+    suite: str
+    index: int
+    """Its place in the suite, from 0: the `task_id` of LIBERO-Plus's benchmark classes."""
+    name: str
+    task: int
+    """Index of LIBERO's task in the suite of the same name."""
+    perturbation: Perturbation | None
+    """What is otherwise, told as intended; None: left out."""
+    left_out: str | None
+    published: str
+    """What LIBERO-Plus's code tells the policy."""
+
+    def told(self, prompt: str) -> Perturbation:
+        """The perturbation with the instruction `intended` or `published`."""
+        if self.perturbation is None:
+            raise FarmError(f"{self.suite}/{self.index} of LIBERO-Plus is left out ({self.left_out})")
+        if prompt == "intended":
+            return self.perturbation
+        words = self.published.replace("{", "{{").replace("}", "}}")
+        return Perturbation(**{**vars(self.perturbation), "words": words})
+
+
+_NAME = re.compile(
+    r"(?P<task>.+?)(?:_language_(?P<language>\d+))?"
+    r"(?:_view_(?P<view>\d+_\d+_\d+_-?\d+_-?\d+)_initstate_(?P<start>\d+)(?:_noise_(?P<noise>\d+))?"
+    r"|(?:_moved)?_level(?P<level>\d+)_sample\d+"
+    r"|_(?P<other>add|light|table|tb)_\d+)$"
+)
+
+
+@functools.cache
+def variants(suite: str) -> tuple[Variant, ...]:
+    """All of the suite, in LIBERO-Plus's order. Raises `FarmError` where the package's wheel is not here."""
+    return tuple(_variant(suite, index, name) for index, name in enumerate(_names()[suite]))
+
+
+def table(suite: str, task: int, prompt: str, axes: Sequence[str], levels: Sequence[int] | None) -> tuple[Perturbation, ...]:
+    """The perturbations of LIBERO's task on these axes, at these levels (None: at all), in LIBERO-Plus's order."""
+    return tuple(
+        variant.told(prompt)
+        for variant in variants(suite)
+        if variant.task == task
+        and variant.perturbation is not None
+        and variant.perturbation.axis in axes
+        and (levels is None or variant.perturbation.level in levels)
+    )
+
+
+def left_out(suite: str) -> Mapping[str, int]:
+    """How many variants of the suite are left out, by reason."""
+    return Counter(variant.left_out for variant in variants(suite) if variant.left_out is not None)
+
+
+def _variant(suite: str, index: int, name: str) -> Variant:
+    parts = _NAME.fullmatch(name)
+    if parts is None or parts["task"] not in _tasks(suite):
+        raise FarmError(f"LIBERO-Plus's {suite} has the entry {name!r}, which is not of a known kind")
+    task = find_task(f"libero/{suite}/{_tasks(suite)[parts['task']]}")
+    source = f"{suite}/{index}"
+    told = spoken_name(name)
+    if parts["language"]:
+        told = instruction_of(_file(suite, name.partition("_view_")[0]))
+    if parts["other"]:
+        return Variant(suite, index, name, task.index, None, LEFT_OUT[parts["other"]], told)
+    axis, level, words = "objects", int(parts["level"] or 0), None
+    scene: tuple[SceneChange, ...] = ()
+    picture: tuple[PictureChange, ...] = ()
+    view = tuple(map(int, parts["view"].split("_"))) if parts["view"] else (0, 0, 100, 0, 0)
+    start, noise = int(parts["start"] or 0), int(parts["noise"] or 0)
+    if parts["level"]:
+        scene = (_task_file(suite, name),)
+    elif parts["language"]:
+        axis, level, words = "words", 1, told.replace("{", "{{").replace("}", "}}")
+    elif noise:
+        axis, level = "noise", (noise - 1) % 10 + 1
+        picture = (PictureChange(BLURS[(noise - 1) // 10], (float(level),), ("agentview",)),)
+    elif start:
+        axis, level = "start", (start - 1) // STARTS_PER_LEVEL + 1
+        scene = (HomePosture(_postures(task)[start]),)
+    else:
+        axis, level = "camera", _camera_level(*view)
+    position, quaternion = camera_pose(_kind(task), *view)
+    perturbation = Perturbation(
+        axis,
+        level,
+        scene=scene,
+        cameras=(CameraPose("agentview", position, quaternion),),
+        picture=picture,
+        words=words,
+        source=source,
+    )
+    return Variant(suite, index, name, task.index, perturbation, None, told)
+
+
+def _camera_level(azimuth: int, elevation: int, distance: int, roll: int, tilt: int) -> int:
+    """1 to 5, by size: azimuth to 15, 30, .. 75 degrees; distance to 1.2, 1.4, .. 2.0 times; the camera's own rotation
+    by 2, 4, .. 10 degrees. The package does not say LIBERO-Plus's own difficulty."""
+    orbit = max(min(azimuth, 360 - azimuth), elevation)
+    return max(math.ceil(orbit / 15), math.ceil((distance - 100) / 20), *(_half_turn(x) // 2 for x in (roll, tilt)))
+
+
+def _half_turn(degrees: int) -> int:
+    return min(abs(degrees), abs(360 - abs(degrees)))
+
+
+# --- where the camera stands
+
+Vector = npt.NDArray[np.float64]
+PIVOT = np.array([0.0, 0.0, 0.8])
+"""Distance and elevation are about this point, in m; azimuth is about the vertical through the world's origin."""
+_TABLE = (0.6380177736282349, 0.3048497438430786, 0.30484986305236816, 0.6380177736282349)
+_FLOOR = (0.6182166934013367, 0.3432307541370392, 0.3432314395904541, 0.6182177066802979)
+AGENTVIEW = {
+    "tabletop": ((0.6586131746834771, 0.0, 1.6103500240372423), _TABLE),
+    "kitchen_tabletop": ((0.6586131746834771, 0.0, 1.6103500240372423), _TABLE),
+    "study_tabletop": ((0.4586131746834771, 0.0, 1.6103500240372423), _TABLE),
+    "living_room_tabletop": ((0.6065773716836134, 0.0, 0.96), _FLOOR),
+    "floor": ((0.8965773716836134, 5.216182733499864e-07, 0.65), _FLOOR),
+}
+"""LIBERO's own pose of `agentview` by kind of scene: position in m, quaternion (w, x, y, z)."""
+
+
+def camera_pose(
+    kind: str, azimuth: int, elevation: int, distance: int, roll: int, tilt: int
+) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
+    """Position and quaternion of `agentview`, each rounded to four decimals after every turn, as LIBERO-Plus does.
+
+    `azimuth` and `elevation` are degrees about the workspace, `distance` is hundredths of the distance to it, `roll` and
+    `tilt` are degrees by which the camera turns where it stands, about the world's vertical and its y axis.
+    """
+    position, quaternion = (np.array(part) for part in AGENTVIEW[kind])
+    if elevation:
+        turn = _turn((0.0, 1.0, 0.0), -elevation)
+        position, quaternion = _rounded(_turned(position - PIVOT, turn) + PIVOT), _rounded(_product(turn, quaternion))
+    turn = _turn((0.0, 0.0, 1.0), azimuth)
+    position, quaternion = _rounded(_turned(position, turn)), _rounded(_product(turn, quaternion))
+    if distance != 100:
+        position = _rounded(PIVOT + (position - PIVOT) * (distance / 100))
+    for axis, degrees in (((0.0, 0.0, 1.0), roll), ((0.0, 1.0, 0.0), -tilt)):
+        if degrees:
+            quaternion = _rounded(_product(_turn(axis, degrees), quaternion))
+    x, y, z = position.tolist()
+    w, *imaginary = quaternion.tolist()
+    return (x, y, z), (w, imaginary[0], imaginary[1], imaginary[2])
+
+
+def _rounded(values: Vector) -> Vector:
+    return np.array([round(float(value), 4) for value in values])
+
+
+def _turn(axis: tuple[float, float, float], degrees: float) -> Vector:
+    half = math.radians(degrees) / 2
+    return np.array([math.cos(half), *(math.sin(half) * part for part in axis)])
+
+
+def _product(left: Vector, right: Vector) -> Vector:
+    """The unit quaternion of two turns, `right` first."""
+    right = right / np.linalg.norm(right)
+    scalar = left[0] * right[0] - left[1:] @ right[1:]
+    return np.array([scalar, *(left[0] * right[1:] + right[0] * left[1:] + np.cross(left[1:], right[1:]))])
+
+
+def _turned(point: Vector, turn: Vector) -> Vector:
+    twice = 2 * np.cross(turn[1:], point)
+    return point + turn[0] * twice + np.cross(turn[1:], twice)
+
+
+# --- the package's files
+
+
+def _folder() -> Path:
+    return unpacked(PLUS) / "liberoplus" / "liberoplus"
+
+
+def _file(suite: str, name: str) -> Path:
+    return _folder() / "bddl_files" / suite / f"{name}.bddl"
+
+
+def variant_task(base: LiberoTask, name: str) -> LiberoTask:
+    """LIBERO's task with the task file and the initial states of a variant whose objects lie otherwise."""
+    states = _folder() / "init_files" / "libero_newobj" / base.suite / f"{name}.pruned_init"
+    return LiberoTask(base.suite, base.index, name, base.instruction, _file(base.suite, name), states)
+
+
+@functools.cache
+def _names() -> dict[str, list[str]]:
+    """The variants' names by suite."""
+    path = _folder() / "benchmark" / "libero_suite_task_map.py"
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign):
+            return ast.literal_eval(statement.value)
+    raise FarmError(f"{path} has no list of variants")
+
+
+@functools.cache
+def _tasks(suite: str) -> dict[str, int]:
+    """LIBERO's tasks by name."""
+    return {find_task(f"libero/{suite}/{index}").name: index for index in range(task_count(suite))}
+
+
+def _task_file(suite: str, name: str) -> TaskFile:
+    task = variant_task(find_task(f"libero/{suite}/0"), name)
+    assert task.initial is not None
+    return TaskFile(name, hashlib.sha256(task.bddl.read_bytes() + task.initial.read_bytes()).hexdigest())
+
+
+@functools.cache
+def _kind(task: LiberoTask) -> str:
+    """Kind of the task's scene: a key of `AGENTVIEW`."""
+    found = re.search(r"\(problem\s+LIBERO_(\w+)_Manipulation\)", task.bddl.read_text(), re.IGNORECASE)
+    if found is None or found[1].lower() not in AGENTVIEW:
+        raise FarmError(f"{task.bddl} is of no kind of scene that LIBERO-Plus has")
+    return found[1].lower()
+
+
+def _postures(task: LiberoTask) -> Mapping[int, tuple[float, ...]]:
+    return _all_postures("on_the_ground_panda" if _kind(task) == "floor" else "mounted_panda")
+
+
+@functools.cache
+def _all_postures(robot: str) -> Mapping[int, tuple[float, ...]]:
+    """The start postures by number: seven joints in rad. They stand in properties of classes `...Panda<N>`."""
+    postures: dict[int, tuple[float, ...]] = {}
+    for robot_class in ast.parse((_folder() / "envs" / "robots" / f"{robot}.py").read_text()).body:
+        number = re.search(r"\d+$", robot_class.name) if isinstance(robot_class, ast.ClassDef) else None
+        if number is None:
+            continue
+        call = next(node for node in ast.walk(robot_class) if isinstance(node, ast.Call))
+        postures[int(number[0])] = tuple(float(joint) for joint in ast.literal_eval(call.args[0]))
+    return postures
