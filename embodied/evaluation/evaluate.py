@@ -47,6 +47,7 @@ from policies.registry import policy_class
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes
+from sim_farm.perturbations import Perturbation
 from sim_farm.shared_memory.slot_layout import FarmSpec
 
 PAIRS = 4
@@ -113,7 +114,7 @@ def evaluation_folder(subject: Subject, protocol: Protocol, folder: Path | None,
 def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> dict[str, Any]:
     """Run the episodes that the folder lacks; write and return the result as plain data."""
     begin, before = time.monotonic(), len(folder.outcomes)
-    total = len(protocol.tasks) * protocol.trials
+    total = protocol.total
     if before:
         _say(f"{folder.path}: {before} of {total} episodes are there already")
     origin = lineage(subject.checkpoint, subject.config.policy)
@@ -165,19 +166,27 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     return result
 
 
-def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
+def trials_farm(
+    config: Config,
+    session: Session,
+    specs: tuple[EpisodeSpec, ...],
+    left: Sequence[int],
+    perturbations: tuple[Perturbation, ...] = (),
+) -> FarmSpec:
     """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
     num_envs = config.eval.num_envs or config.env.num_envs
     place = configured(config, session.cores, session.nodes).farms[0]
     shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
-    shape = replace(shape, task=evaluated_task(config))
+    shape = replace(shape, task=evaluated_task(config, perturbations))
+    paired = len(specs) // (1 + len(perturbations)) if perturbations else 0
     # No value is bootstrapped from an episode's final frame: there is no update here.
-    return replace(deal_out(shape, specs, left), final_frames="never")
+    return replace(deal_out(shape, specs, left, paired), final_frames="never")
 
 
-def evaluated_task(config: Config) -> TaskSpec:
+def evaluated_task(config: Config, perturbations: tuple[Perturbation, ...] = ()) -> TaskSpec:
     """The configuration's task as evaluations simulate it."""
-    return replace(task_spec(config), ignore_terminations=config.eval.ignore_terminations)
+    ignored = config.eval.ignore_terminations
+    return replace(task_spec(config), ignore_terminations=ignored, perturbations=perturbations)
 
 
 def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
@@ -254,7 +263,8 @@ def _run_episodes(
             title += f" ({number} of {len(unfinished)}"
             left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
             title += f", {duration(left_s)} left in all)" if done else ")"
-        with session.farm(trials_farm(config, session, protocol.episodes(), left)) as farm:
+        table = protocol.perturbations.get(task, ())
+        with session.farm(trials_farm(config, session, protocol.episodes(task), left, table)) as farm:
             protocol.check(task, farm.infos[0])
             sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
             if worker is None:
@@ -359,7 +369,7 @@ def _film(
 
 
 def _simulated(subject: Subject, protocol: Protocol, task: str) -> TaskSpec:
-    return evaluated_task(protocol.applied(subject.config, task))
+    return evaluated_task(protocol.applied(subject.config, task), protocol.perturbations.get(task, ()))
 
 
 def _show_in_run(folder: Path, subject: Subject) -> None:

@@ -73,16 +73,18 @@ class EpisodeResult(EpisodeOutcome):
     """[length, A] as the policy decided, where noise was added to them."""
 
 
-def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
-    """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group."""
+def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int], paired: int = 0) -> FarmSpec:
+    """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group. With `paired`
+    (`ListedEpisodes`) to that of the trial which it repeats."""
+    listed = ListedEpisodes(specs, spec.num_envs, paired=paired)
     queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
     if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
         rows = spec.num_envs // spec.groups
         groups = [[e for e in range(spec.num_envs) if spec.group_of(e) == group] for group in range(spec.groups)]
         for row in range(rows):
-            for turn, trial in enumerate(t for t in left if t % rows == row):
+            for turn, trial in enumerate(t for t in left if listed.unperturbed(t) % rows == row):
                 queues[groups[turn % spec.groups][row]].append(trial)
-    return replace(spec, episodes=ListedEpisodes(specs, spec.num_envs, tuple(map(tuple, queues))))
+    return replace(spec, episodes=replace(listed, queues=tuple(map(tuple, queues))))
 
 
 class Evaluator:
@@ -206,9 +208,11 @@ class _Task:
         return executed
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
-        """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials."""
+        """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials. A trial that
+        repeats another has its noise."""
+        trial, unperturbed = self._episodes.trial, self._episodes.unperturbed
         trials = np.array(
-            [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
+            [unperturbed(trial(e, k)) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
         )
         return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
 
