@@ -28,7 +28,7 @@ UInt8 = npt.NDArray[np.uint8]
 Orientation = Literal["upright", "stock", "rotated"]
 Gripper = Literal["simulator", "binary", "inverted"]
 
-INSTRUCTION_BYTES = 256
+INSTRUCTION_BYTES = 512
 """Longest instruction in UTF-8 bytes: it travels in a shared-memory slot of fixed size."""
 
 

@@ -1,7 +1,7 @@
 """The five corruptions of pictures that LIBERO-Plus (arXiv:2510.13626) has, each of a severity from 1 to 10.
 
-Given the same draws they equal LIBERO-Plus's own to the last bit (tests/sim_farm/test_libero_plus.py). There every frame
-draws from NumPy's global generator, so that no two runs see the same noise; here the generator is the caller's.
+Given the same draws they equal LIBERO-Plus's own to the last bit (tests/sim_farm/test_libero_plus.py). There every
+frame draws from NumPy's global generator, so that no two runs see the same noise; here the generator is the caller's.
 
 Motion blur is that of ImageMagick's MotionBlurImage with 16 bits a colour; the others follow ImageNet-C (Hendrycks and
 Dietterich 2019, arXiv:1903.12261), from which LIBERO-Plus has them with severities of its own.
@@ -71,7 +71,7 @@ def motion_blur(frame: UInt8, values: Sequence[float], draw: Any) -> UInt8:
     for i, weight in enumerate(kernel):
         row, column = width + math.ceil(i * across / length - 0.5), width + math.ceil(i * along / length - 0.5)
         blurred += (weight / total) * padded[row : row + frame.shape[0], column : column + frame.shape[1]]
-    return (np.clip(blurred + 0.5, 0, 65535).astype(np.uint16) >> 8).astype(np.uint8)
+    return (np.clip(blurred + 0.5, 0, 65535).astype(np.uint16) // 257).astype(np.uint8)
 
 
 def gaussian_blur(frame: UInt8, values: Sequence[float], draw: Any) -> UInt8:

@@ -55,8 +55,8 @@ class ObjectOffset:
 
 @dataclass(frozen=True)
 class HomePosture:
-    """The joints to which the simulator resets the arm, and which its controller holds. A recorded initial state that is
-    restored after the reset has joints of its own."""
+    """The joints to which the simulator resets the arm, and which its controller holds. A recorded initial state that
+    is restored after the reset has joints of its own."""
 
     axis: ClassVar[str] = "start"
     joints: tuple[float, ...]

