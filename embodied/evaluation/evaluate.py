@@ -21,6 +21,13 @@ from rich import get_console
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.errors import UserError
+from embodied.evaluation.conditions import (
+    compared_conditions,
+    conditions_data,
+    difference,
+    differing_pairs,
+    unperturbed,
+)
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
 from embodied.evaluation.protocol import Protocol, as_data, suite_of
@@ -36,12 +43,13 @@ from embodied.execution.assignment import configured, farm_spec
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import write_whole
+from embodied.reporting.charts import standalone
+from embodied.reporting.conditions import read_conditions, success_by_level
 from embodied.reporting.live import duration, optional, steps, tell
 from embodied.reporting.tables import evaluation_table
 from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator, summarise
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
-from embodied.statistics import paired_difference
 from embodied.workflows.context import policy_spec, task_spec
 from policies.registry import policy_class
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
@@ -50,6 +58,7 @@ from sim_farm.episodes import ListedEpisodes
 from sim_farm.perturbations import Perturbation
 from sim_farm.shared_memory.slot_layout import FarmSpec
 
+FILMS = ("evaluation", "perturbed", "against")
 PAIRS = 4
 """Columns of a film of differences."""
 
@@ -132,11 +141,13 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     except KeyboardInterrupt:
         _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
         raise
-    outcomes = folder.in_order()
+    everything = folder.in_order()
+    outcomes = unperturbed(protocol, everything)
     has_success = any(outcome.success is not None for outcome in outcomes)
     starts = {task: origin.starts(task, [o.spec for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
         **_tables(protocol, outcomes, starts),
+        **({"conditions": conditions_data(protocol, everything)} if protocol.perturbations else {}),
         "notes": [trained_sentence(together(list(starts.values())), origin.unknown), *warnings],
         "wall_s": time.monotonic() - begin,
         "episodes_of_earlier_sessions": before,
@@ -157,6 +168,9 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         f"{_weights_of(subject)}; {hardware()}",
     }
     write_result(folder.path, result)
+    if protocol.perturbations and subject.config.eval.videos:
+        with optional("the film of the perturbed episodes"):
+            until_done(lambda: _film_perturbed(subject, protocol, session, folder), recovery, session, lambda: total)
     filmed = _filmed(protocol.tasks) if subject.config.eval.videos else set[str]()
     if seen := [outcome for outcome in outcomes if outcome.task in filmed]:
         seen = worth_seeing(seen, subject.config.eval.videos)
@@ -201,17 +215,18 @@ def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, again
         )
     if [(o.task, o.trial, o.spec) for o in ours] != [(o.task, o.trial, o.spec) for o in theirs]:
         raise UserError(f"{second.path} has {len(theirs)} of {len(ours)} episodes: finish it first with --resume auto")
-    pairs = list(zip(ours, theirs, strict=True))
-    rows = [
-        {"task": task, **_difference([pair for pair in pairs if pair[0].task == task])}
-        for task in first.identity.protocol.tasks
-    ]
+    protocol = first.identity.protocol
+    plain, others = unperturbed(protocol, ours), unperturbed(protocol, theirs)
+    pairs = list(zip(plain, others, strict=True))
+    rows = [{"task": task, **difference([pair for pair in pairs if pair[0].task == task])} for task in protocol.tasks]
+    perturbed = compared_conditions(protocol, ours, theirs)
     comparison = {
         "against": against,
         "folder": str(second.path),
-        **_difference(pairs),
-        "success_rate": sum(bool(o.success) for o in theirs) / len(theirs),
+        **difference(pairs),
+        "success_rate": sum(bool(o.success) for o in others) / len(others),
         "tasks": rows,
+        **({"conditions": perturbed} if perturbed else {}),
     }
     return {**result, "comparison": comparison}
 
@@ -244,8 +259,11 @@ def _filmed(tasks: Sequence[str]) -> set[str]:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """`eval.json` and `eval.md`, each complete or absent."""
-    for name, text in (("eval.json", json.dumps(result, indent=1) + "\n"), ("eval.md", evaluation_table(result))):
+    """`eval.json`, `eval.md` and, where episodes were perturbed, `eval.svg`, each complete or absent."""
+    files = {"eval.json": json.dumps(result, indent=1) + "\n", "eval.md": evaluation_table(result)}
+    if conditions := read_conditions(result):
+        files["eval.svg"] = standalone(success_by_level(conditions))
+    for name, text in files.items():
         write_whole(folder / name, text)
 
 
@@ -344,28 +362,28 @@ def _tables(
     }
 
 
-def _difference(pairs: Sequence[tuple[EpisodeOutcome, EpisodeOutcome]]) -> dict[str, Any]:
-    ours, theirs = zip(*((bool(first.success), bool(second.success)) for first, second in pairs), strict=True)
-    found = paired_difference(ours, theirs)
-    return {
-        "episodes": found.episodes,
-        "difference": found.difference,
-        "difference_low": found.low,
-        "difference_high": found.high,
-        "p_value": found.p_value,
-        "both": found.both,
-        "first_only": found.first_only,
-        "second_only": found.second_only,
-        "neither": found.neither,
-    }
-
-
 def _film(
     subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, outcomes: Sequence[EpisodeOutcome]
 ) -> None:
     shown = [Shown(outcome, folder.actions(outcome), f"episode {outcome.trial}") for outcome in outcomes]
     path = folder.path / "videos" / "evaluation.mp4"
     write_film(path, session, shown, partial(_simulated, subject, protocol))
+
+
+def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
+    """Film pairs that came out otherwise: above without the perturbation, below with it."""
+    path = folder.path / "videos" / "perturbed.mp4"
+    path.unlink(missing_ok=True)
+    filmed = _filmed(protocol.tasks)
+    pairs = differing_pairs(protocol, [o for o in folder.in_order() if o.task in filmed], PAIRS)
+    shown = [Shown(plain, folder.actions(plain), f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
+    for plain, other in pairs:
+        perturbation = protocol.perturbation(other.task, other.trial)
+        assert perturbation is not None
+        label = f"{perturbation.axis} {perturbation.level}, episode {plain.trial}"
+        shown.append(Shown(other, folder.actions(other), label))
+    if shown:
+        write_film(path, session, shown, partial(_simulated, subject, protocol), len(pairs))
 
 
 def _simulated(subject: Subject, protocol: Protocol, task: str) -> TaskSpec:
@@ -378,7 +396,7 @@ def _show_in_run(folder: Path, subject: Subject) -> None:
     run_dir = subject.run_dir
     if run_dir is None or subject.config.eval.instruction is not None:
         return
-    for name in ("eval.json", "eval.md", "videos/evaluation.mp4", "videos/against.mp4"):
+    for name in ("eval.json", "eval.md", "eval.svg", *(f"videos/{film}.mp4" for film in FILMS)):
         if (folder / name).is_file():
             (run_dir / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, run_dir / name)

@@ -22,6 +22,7 @@ from embodied.config.schema import Config
 from embodied.files import read_json, write_whole
 from embodied.reporting import charts
 from embodied.reporting.charts import compact, ticks
+from embodied.reporting.conditions import condition_cells, success_by_level
 from embodied.reporting.live import duration
 from embodied.reporting.run_record import (
     LARGEST,
@@ -283,7 +284,17 @@ def _evaluation(run: RunFolder) -> str:
     shown = table(names, [_evaluation_cells(item, run.measure) for item in run.evals])
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
     notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return section("Evaluation", shown + notices)
+    return section("Evaluation", shown + notices) + _perturbed(run)
+
+
+def _perturbed(run: RunFolder) -> str:
+    """Success by axis and level; empty where no episode was perturbed."""
+    if not run.conditions:
+        return ""
+    names = ("perturbed by", "success once", "difference, points", "p", "episodes")
+    rows = table(names, map(condition_cells, run.conditions))
+    lead = "Each perturbation repeats the unperturbed episodes; differences are paired. Bands are 95% intervals."
+    return section("Under perturbations", card("Success by level", success_by_level(run.conditions)) + rows, lead)
 
 
 def _evaluation_cells(item: Evaluation, measure: Measure) -> tuple[object, ...]:

@@ -14,7 +14,6 @@ import pytest
 
 from embodied.runtime import remote
 from embodied.runtime.remote import (
-    TOLD,
     DRAWN,
     ENDED,
     OBSERVED,
@@ -22,6 +21,7 @@ from embodied.runtime.remote import (
     REQUEST,
     SHOWN,
     STANDING,
+    TOLD,
     FarLost,
     FarPhysics,
     Relay,

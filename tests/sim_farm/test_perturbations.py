@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from sim_farm.client.farm import Farm
-from sim_farm.conformance.checks import ARRAYS, assert_equal, random_actions
+from sim_farm.conformance.checks import ARRAYS, Law, assert_equal, name_of, random_actions
+from sim_farm.conformance.perturbation_laws import PERTURBATION_LAWS
+from sim_farm.conformance.promises import require_applicable
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec, UInt8
-from sim_farm.episodes import ListedEpisodes
+from sim_farm.episodes import EndlessEpisodes, GroupedEpisodes, ListedEpisodes, Starts
+from sim_farm.graded_axes import AXES, graded
 from sim_farm.perturbations import (
     MARK,
     CameraOrbit,
@@ -26,6 +29,7 @@ from sim_farm.pictures import PICTURES
 from sim_farm.registry import make_physics, make_renderer
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
+from tests.variants import often
 
 START, OBJECTS, CAMERA, NOISE, WORDS = range(5)
 TABLE = (
@@ -237,3 +241,73 @@ def test_an_index_beyond_the_table_is_refused() -> None:
 def test_digests_tell_perturbations_apart() -> None:
     assert len({one.digest for one in TABLE}) == len(TABLE)
     assert replace(TABLE[0]).digest == TABLE[0].digest != replace(TABLE[0], from_step=1).digest
+
+
+# --- the laws, and the graded axes
+
+TABLETOP = [TaskSpec(f"tabletop/{task}", cameras=2, image_size=32) for task in ("reach_red", "push")]
+OTHERS = [
+    TaskSpec("gymnasium/CartPole-v1", cameras=1, image_size=32),
+    TaskSpec("maniskill/PushCube-v1", cameras=1, image_size=64),
+    TaskSpec("maniskill/DrawTriangle-v1", cameras=1, image_size=64),
+    TaskSpec("maniskill/PegInsertionSide-v1", cameras=2, image_size=64),
+    TaskSpec("maniskill/TwoRobotPickCube-v1", cameras=1, image_size=64),
+    TaskSpec("libero/libero_spatial/0", cameras=2, image_size=64),
+    TaskSpec("libero/libero_10/3", cameras=2, image_size=64),
+]
+
+
+@pytest.mark.parametrize("task", often(TABLETOP[1:], [*TABLETOP, *OTHERS]), ids=name_of)
+@pytest.mark.parametrize("law", PERTURBATION_LAWS, ids=name_of)
+def test_laws(law: Law, task: TaskSpec) -> None:
+    require_applicable(law, task)
+    law(task)
+
+
+def test_pushcube_is_perturbed_on_every_axis() -> None:
+    """In ManiSkill's simulator: what is displaced is displaced by its size, and nothing else is."""
+    reads = ("state", "images", "instruction")
+    table = tuple(graded("maniskill/PushCube-v1", axis, 3, reads) for axis in AXES)
+    with closing(make_physics(TaskSpec("maniskill/PushCube-v1", perturbations=table))) as physics:
+        plain = physics.reset(EpisodeSpec(SEED))
+        seen = [physics.reset(EpisodeSpec(SEED, perturbation=index)) for index in range(len(table))]
+        again = physics.reset(EpisodeSpec(SEED))
+    assert_equal(plain, again, "perturbed episodes before it change an episode")
+    joints = [np.linalg.norm(one.proprio[:7] - plain.proprio[:7]) for one in seen]
+    assert joints == [0, pytest.approx(0.3, abs=1e-5), 0, 0, 0, 0]
+    moved = [not np.array_equal(one.state[18:], plain.state[18:]) for one in seen]
+    assert moved == [False, True, True, False, False, False]
+    assert [one.instruction != plain.instruction for one in seen] == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize(
+    ("axis", "level", "said"),
+    [
+        ("camra", 1, "camra.*camera"),
+        ("start", 6, "levels 1 to 5, got 6"),
+        ("objects", 0, "levels 1 to 5, got 0"),
+        ("noise", 1, "reads images, and this one reads state"),
+        ("words", 1, "reads instruction, and this one reads state"),
+    ],
+)
+def test_an_axis_or_level_that_is_not_there_is_refused(axis: str, level: int, said: str) -> None:
+    with pytest.raises(FarmError, match=said):
+        graded("tabletop/reach", axis, level, ("state",))
+
+
+def test_axes_that_a_simulator_has_not_are_refused() -> None:
+    with pytest.raises(FarmError, match="none of its simulator's; there are noise, brightness, words"):
+        graded("gymnasium/CartPole-v1", "camera", 1, ("images", "instruction"))
+
+
+def test_training_draws_perturbations_from_the_seed() -> None:
+    """All of them and none, each as often; those of an episode group are one; starts are left as they were."""
+    episodes = EndlessEpisodes(1, Starts(seeds=4, perturbations=3))
+    specs = [episodes.spec(env, episode) for env in range(20) for episode in range(20)]
+    drawn = [spec.perturbation for spec in specs]
+    assert drawn == [episodes.spec(env, episode).perturbation for env in range(20) for episode in range(20)]
+    assert {drawn.count(one) > 70 for one in (None, 0, 1, 2)} == {True}
+    plain = EndlessEpisodes(1, Starts(seeds=4))
+    assert [spec.seed for spec in specs] == [plain.spec(env, ep).seed for env in range(20) for ep in range(20)]
+    grouped = GroupedEpisodes(1, 4, Starts(perturbations=3))
+    assert len({grouped.spec(env, 0) for env in range(4)}) == 1
