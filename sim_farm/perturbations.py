@@ -69,9 +69,14 @@ class TaskFile:
     """The same objects, where another task file of the simulator and the initial states recorded with it have them."""
 
     axis: ClassVar[str] = "objects"
-    name: str
+    package: str
+    """Package whose files they are."""
+    task: str
+    """Path of the task file in the package."""
+    states: str
+    """Path of the initial states in the package. An episode's `init_state` is a row of them; of one row alone, that."""
     sha256: str
-    """Of the files."""
+    """Of both files, one after the other."""
     kind: Literal["task_file"] = "task_file"
 
 

