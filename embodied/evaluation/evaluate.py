@@ -376,7 +376,8 @@ def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, fold
     path = folder.path / "videos" / "perturbed.mp4"
     path.unlink(missing_ok=True)
     filmed = _filmed(protocol.tasks)
-    pairs = differing_pairs(protocol, [o for o in folder.in_order() if o.task in filmed], PAIRS)
+    seen = [outcome for outcome in folder.in_order() if outcome.task in filmed]
+    pairs = differing_pairs(protocol, seen, min(subject.config.eval.videos, PAIRS))
     shown = [Shown(plain, folder.actions(plain), f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
     for plain, other in pairs:
         perturbation = protocol.perturbation(other.task, other.trial)
