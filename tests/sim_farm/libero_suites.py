@@ -72,6 +72,7 @@ def main() -> None:
     of_suite = list({"plus": _of_plus, "pro": _of_pro}[suite](package))
     # In turn of each axis: what is interrupted has some of all.
     chosen = [variant for first in range(PER_AXIS) for variant in of_suite[first::PER_AXIS]]
+    chosen.sort(key=lambda variant: variant["drawn"])
     records: list[dict[str, Any]] = json.loads(out.read_text()) if out.is_file() else []
     there = {record["variant"] for record in records}
     for number, variant in enumerate(chosen):

@@ -67,6 +67,13 @@ def test_every_variant_of_libero_pro_is_counted() -> None:
     assert axes == {"swap": 40, "words": 40, "task": 40, "position": 100}
 
 
+def test_defects_are_listed_for_each_variant() -> None:
+    found = Counter(defect for suite in plus.SUITES for variant in plus.variants(suite) for defect in variant.defects)
+    assert found == {plus.FILE_NAME: 5446, plus.RESTORED: 1550, plus.UNSEEDED: 1601}
+    goal = pro.table("libero/libero_goal/0", "intended", pro.AXES, LEVELS)
+    assert [(one.axis, len(pro.defects(one))) for one in goal] == [("swap", 0), ("words", 1), ("task", 1)]
+
+
 # --- what is told
 
 

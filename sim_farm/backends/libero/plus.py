@@ -47,6 +47,11 @@ LEFT_OUT = {
     "table": "background: textures that only a download of LIBERO-Plus has",
     "tb": "background: textures that only a download of LIBERO-Plus has",
 }
+FILE_NAME = "its own code tells the policy the variant's name, with blanks for underscores, in place of the instruction"
+RESTORED = "the arm begins where the recorded initial state has it: only its controller has the other posture"
+UNSEEDED = (
+    "its own noise is drawn from NumPy's global generator, new in every run; here it is keyed by episode and env step"
+)
 BLURS = ("motion_blur", "gaussian_blur", "zoom_blur", "fog", "glass_blur")
 """Functions of pictures in the order of LIBERO-Plus's noise codes: 1 to 10 are the first one's severities."""
 STARTS_PER_LEVEL = 100
@@ -68,6 +73,18 @@ class Variant:
     left_out: str | None
     published: str
     """What LIBERO-Plus's code tells the policy."""
+
+    @property
+    def defects(self) -> tuple[str, ...]:
+        """What LIBERO-Plus's own code does otherwise than its paper says."""
+        found = []
+        if self.perturbation is not None and self.perturbation.axis != "words":
+            found.append(FILE_NAME)
+        if self.perturbation is not None and self.perturbation.axis == "start":
+            found.append(RESTORED)
+        if self.perturbation is not None and self.perturbation.axis == "noise":
+            found.append(UNSEEDED)
+        return tuple(found)
 
     def told(self, prompt: Prompt) -> Perturbation:
         """The perturbation with the instruction `intended` or `published`."""
@@ -114,7 +131,11 @@ def _of(task: str) -> list[Variant]:
 def _notes(tasks: Sequence[str]) -> list[str]:
     every = [variant for task in tasks for variant in _of(task)]
     reasons = Counter(variant.left_out for variant in every if variant.left_out is not None)
-    return [f"{count} of LIBERO-Plus's {len(every)} variants are left out ({why})" for why, count in reasons.items()]
+    defects = Counter(defect for variant in every for defect in variant.defects)
+    left_out = [
+        f"{count} of LIBERO-Plus's {len(every)} variants are left out ({why})" for why, count in reasons.items()
+    ]
+    return left_out + [f"in {count} of LIBERO-Plus's variants {what}" for what, count in defects.items()]
 
 
 SUITE = PerturbationSuite(AXES, table, _notes)

