@@ -29,7 +29,7 @@ from embodied.evaluation.conditions import (
 )
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
-from embodied.evaluation.protocol import Protocol, as_data, suite_of
+from embodied.evaluation.protocol import Protocol, as_data, suite_notes, suite_of
 from embodied.evaluation.provenance import (
     TrainedStarts,
     lineage,
@@ -340,6 +340,7 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
     files = [found for task in protocol.tasks if (found := task_files(task)) is not None]
     found = list(dict.fromkeys(note for one in files for note in one.foreign))
+    found += suite_notes(protocol)
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]

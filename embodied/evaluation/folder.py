@@ -240,6 +240,7 @@ def _to_line(outcome: EpisodeOutcome, protocol: Protocol) -> dict[str, Any]:
             "level": other.level,
             "from_step": other.from_step,
             "perturbation_sha256": other.digest,
+            **({} if other.source is None else {"source": other.source}),
         }
     return {
         "task": outcome.task,

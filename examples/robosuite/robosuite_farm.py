@@ -1,4 +1,4 @@
-"""`robosuite/<task>`: the tasks of robosuite 1.4 (Lift, Stack, PickPlace, NutAssembly, Door, Wipe, two arms), by Pandas.
+"""`robosuite/<task>`: tasks of robosuite 1.4 (Lift, Stack, PickPlace, NutAssembly, Door, Wipe, two arms), by Pandas.
 
 The environment is robosuite's own, stepped by its own `step`. It samples its observations within a control step, and
 what is drawn is of that moment: so the scene is one more of its observables.
@@ -93,7 +93,7 @@ class RobosuitePhysics:
         self._steps_left = 0
 
     def _drawn(self) -> Any:
-        """Observations of an episode's beginning; robosuite raises where an object finds no room, and is asked again."""
+        """Observations of an episode's beginning. Where an object finds no room robosuite raises, and is asked again."""
         while True:
             for name, values in self._pristine.items():
                 getattr(self._model, name)[...] = values
