@@ -263,7 +263,7 @@ RAY = ("--runtime.mode", "ray")
     ids=["simulator, policy and estimator", "ManiSkill task"],
 )
 def test_what_a_stranger_installs_trains_goes_on_survives_and_is_evaluated(
-    settings: dict[str, object], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
+    settings: dict[str, Any], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
 ) -> None:
     places = run_in("python", "-c", "import embodied, stranger; print(embodied.__file__, stranger.__file__)").split()
     assert all("site-packages" in place and not Path(place).is_relative_to(ROOT) for place in places), places
@@ -283,9 +283,8 @@ def test_what_a_stranger_installs_trains_goes_on_survives_and_is_evaluated(
     assert_same_run(tmp_path / "runs/ray", tmp_path / "runs/whole")
     assert [row["iteration"] for row in read(tmp_path / "runs/ray")] == [1, 2, 3]
     printed = [run_in("embodied", "eval", "ray", *code, *mode) for mode in (("--runtime.mode", "inline"), RAY)]
-    rows = [
-        next(line for line in text.splitlines() if line.startswith(f"| {settings['env']['task']}")) for text in printed
-    ]
+    task = settings["env"]["task"]
+    rows = [next(line for line in text.splitlines() if line.startswith(f"| {task}")) for text in printed]
     assert rows[0] == rows[1]
 
 

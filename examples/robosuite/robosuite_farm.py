@@ -93,7 +93,7 @@ class RobosuitePhysics:
         self._steps_left = 0
 
     def _drawn(self) -> Any:
-        """Observations of an episode's beginning. Where an object finds no room robosuite raises, and is asked again."""
+        """Observations of an episode's beginning. Where an object finds no room robosuite raises: it is asked again."""
         while True:
             for name, values in self._pristine.items():
                 getattr(self._model, name)[...] = values
