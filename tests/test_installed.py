@@ -14,6 +14,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -112,6 +113,7 @@ def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
 def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
+from typing import Any
 import embodied, sim_farm
 from embodied.config.files import CONFIGS
 from embodied.reporting import report
@@ -198,6 +200,7 @@ def test_a_shipped_checkpoint_is_found_from_any_folder(where: str, installed: Pa
     code = """
 import embodied
 from pathlib import Path
+from typing import Any
 for name in ("openvla_tiny", "openvla_oft_tiny"):
     policy = embodied.load_config(name).policy
     print((Path(policy.architecture["checkpoint"]) / "config.json").is_file(), policy.options["checkpoint"])
