@@ -78,7 +78,7 @@ def test_an_ended_episodes_environment_begins_the_next_at_once(plain: Trace) -> 
     assert any(row["truncated"] for row in rows), "no compared episode reached its limit"
 
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "two groups": {"groups": 2},
     "2 physics": {"physics_workers": 2},
     "4 physics": {"physics_workers": 4},
