@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -40,6 +40,8 @@ class Arguments:
     """Evaluations of each sort, in turn."""
     episodes: int = 50
     """Of each task."""
+    mode: Literal["ray", "inline"] = "ray"
+    """Of both evaluations: `runtime.mode`."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -58,9 +60,10 @@ def serving(run: Path) -> Iterator[str]:
             process.send_signal(signal.SIGINT)
 
 
-def evaluated(folder: Path, named: str, episodes: int) -> tuple[float, str]:
+def evaluated(folder: Path, named: str, args: Arguments) -> tuple[float, str]:
     """Seconds of an evaluation, from its first farm to its last episode, and its lines."""
-    how = ["--folder", str(folder), "--eval.episodes", str(episodes), "--eval.videos", "0"]
+    how = ["--folder", str(folder), "--eval.episodes", str(args.episodes), "--eval.videos", "0"]
+    how += ["--runtime.mode", args.mode]
     subprocess.run([COMMAND, "eval", named, *how], check=True, stdout=subprocess.DEVNULL)
     return json.loads((folder / "eval.json").read_text())["wall_s"], (folder / "episodes.jsonl").read_text()
 
@@ -74,9 +77,9 @@ def main(args: Arguments) -> None:
         asking = PolicyConfig(kind="remote", chunk=policy.chunk, reads=policy.reads, options={"address": address})
         save_config(config.model_copy(update={"policy": asking}), folder / "remote.yaml")
         for turn in range(args.rounds):
-            seconds, lines = evaluated(folder / f"own{turn}", str(args.run), args.episodes)
+            seconds, lines = evaluated(folder / f"own{turn}", str(args.run), args)
             own.append(seconds)
-            seconds, same = evaluated(folder / f"served{turn}", str(folder / "remote.yaml"), args.episodes)
+            seconds, same = evaluated(folder / f"served{turn}", str(folder / "remote.yaml"), args)
             served.append(seconds)
             assert lines == same, "the served policy's episodes differ from its own"
             latencies.append(json.loads((folder / f"served{turn}" / "eval.json").read_text())["decisions"])

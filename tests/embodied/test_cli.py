@@ -270,7 +270,7 @@ def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
     assert "env.cameras" in output
 
 
-SETTINGS_VERBS = ("train", "sft", "eval", "record", "profile", "plan", "compare", "inspect")
+SETTINGS_VERBS = ("train", "sft", "eval", "record", "serve", "profile", "plan", "compare", "inspect")
 """Verbs that take every setting."""
 
 
