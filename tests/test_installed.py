@@ -247,6 +247,30 @@ def run_in(environment: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
+def test_from_the_wheel_to_an_evaluated_policy_and_its_page(run_in: Callable[..., str], tmp_path: Path) -> None:
+    """The commands of docs/start.md after the installation, at full size."""
+    run_in("embodied", "train", "reach", "--name", "first", "--stop-at-success", "0.95")
+    assert read(tmp_path / "runs/first")[-1]["env/success_recent"] >= 0.95
+    evaluation = json.loads((tmp_path / "runs/first/eval.json").read_text())
+    assert evaluation["success_rate"] >= 0.95 and evaluation["episodes"] == 100
+    code = """
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Thread
+from embodied.commands.watch import serving
+with serving(Path("runs"), 0) as server:
+    Thread(target=server.serve_forever, daemon=True).start()
+    for path in ("/", "/first/"):
+        connection = HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("GET", path)
+        print(connection.getresponse().read().decode())
+    server.shutdown()
+"""
+    shown = run_in("python", "-c", code)
+    assert "finished" in shown and "Success in evaluation" in shown and "data:video/mp4" in shown
+
+
 INSTALLED = stranger.settings(workflow="halved", policy={"kind": "linear", "options": {"std": 0.4}})
 INSTALLED["env"] = {"task": "point/reach", "num_envs": 4}
 MANISKILL = INSTALLED | {
