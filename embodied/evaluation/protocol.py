@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config.schema import Config
+from embodied.config.schema import Config, EvalConfig
 from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, suites_of, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
@@ -398,7 +398,7 @@ def protocol_of(config: Config) -> Protocol:
 
 def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
     """The perturbations of the task that the settings ask for. Raises `FarmError` for an axis that its simulator has
-    not or the policy cannot notice, and for a level out of range."""
+    not or the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
     settings, reads = config.eval, config.policy.reads
     axes = settings.perturbed_axes
     suite = PRESETS[settings.protocol].suite if settings.protocol in PRESETS else None
@@ -406,6 +406,11 @@ def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
         return _of_suite(config, task, suite)
     if settings.protocol == GENERALISATION and not axes and not settings.events:
         axes = axes_of(task, reads)
+    if settings.levels != EvalConfig().levels and not axes:
+        raise UserError(
+            f"eval.levels is {settings.levels}, and no axis is evaluated: name some by eval.axes, set eval.protocol to "
+            f"{GENERALISATION}, or leave the levels away"
+        )
     found = [graded(task, axis, level, reads) for axis in axes for level in settings.perturbed_levels]
     for event in settings.events:
         # The axis is checked, whoever gives the words.

@@ -78,6 +78,7 @@ def test_what_is_no_event_is_refused(text: str) -> None:
         ({"axes": ["camra"]}, "camra.*did you mean camera"),
         ({"axes": ["start"], "levels": "1-9"}, "levels 1 to 5, got 6"),
         ({"axes": [], "event": ["lighting:3@2"]}, "no axis .*lighting"),
+        ({"axes": [], "levels": "1,2"}, "levels is 1,2, and no axis is evaluated"),
         ({"axes": ["words"], "instruction": "go"}, "takes the place of every instruction"),
     ],
 )
@@ -203,6 +204,8 @@ def test_training_draws_from_the_axes_and_evaluation_does_not(tmp_path: Path) ->
     drawn = {episodes_of(settings, 1).spec(0, n).perturbation for n in range(100)}  # type: ignore[union-attr]
     assert drawn == {None, 0, 1, 2, 3}
     assert {spec.perturbation for spec in protocol_of(settings).episodes("tabletop/reach")} == {None}
+    with pytest.raises(UserError, match="no axis is randomised"):
+        episodes_of(config(env={"randomise_levels": "1,2"}), 1)
     with pytest.raises(FarmError, match="reads images"):
         episodes_of(config(env={"randomise": ["noise"]}), 1)
 
