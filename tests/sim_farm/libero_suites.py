@@ -113,7 +113,7 @@ def _adapt_to_numpy_2() -> None:
     def fromstring(text: Any, dtype: Any = float, **options: Any) -> Any:
         return parse(text, dtype=dtype, **options) if "sep" in options else np.frombuffer(text, dtype)
 
-    np.fromstring = fromstring
+    np.fromstring = fromstring  # type: ignore[assignment]
 
 
 def _of_plus(package: str) -> Iterator[dict[str, Any]]:
