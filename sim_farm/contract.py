@@ -301,8 +301,9 @@ class Backend:
     there are no render workers."""
     axes: Mapping[str, float] = field(default_factory=dict)
     """Axes of perturbations that its physics and renderer can apply, with the size of one level of a graded one:
-    `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). Pictures and
-    words need nothing of a simulator."""
+    `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). `posture`
+    (`HomePosture`) and `task file` (`TaskFile`) are of published suites alone, and of no size. Pictures and words need
+    nothing of a simulator."""
     suites: Mapping[str, PerturbationSuite] = field(default_factory=dict)
     """Published suites of perturbations of its tasks, by name."""
     prepare: Callable[[], None] = lambda: None

@@ -58,7 +58,7 @@ class HomePosture:
     """The joints to which the simulator resets the arm, and which its controller holds. A recorded initial state that
     is restored after the reset has joints of its own."""
 
-    axis: ClassVar[str] = "start"
+    axis: ClassVar[str] = "posture"
     joints: tuple[float, ...]
     """In rad."""
     kind: Literal["home_posture"] = "home_posture"
@@ -68,7 +68,7 @@ class HomePosture:
 class TaskFile:
     """The same objects, where another task file of the simulator and the initial states recorded with it have them."""
 
-    axis: ClassVar[str] = "objects"
+    axis: ClassVar[str] = "task file"
     package: str
     """Package whose files they are."""
     task: str

@@ -36,7 +36,7 @@ BACKEND = Backend(
     rewards=("sparse", "dense"),
     files=task_files,
     drawn_by=drawn_by,
-    axes={"camera": 10.0, "start": 0.1, "objects": 0.01},
+    axes={"camera": 10.0, "start": 0.1, "objects": 0.01, "posture": 0.0, "task file": 0.0},
     suites={"libero-plus": plus.SUITE, "libero-pro": pro.SUITE},
     prepare=prepare,
 )
