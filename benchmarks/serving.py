@@ -61,11 +61,14 @@ def serving(run: Path) -> Iterator[str]:
 
 
 def evaluated(folder: Path, named: str, args: Arguments) -> tuple[float, str]:
-    """Seconds of an evaluation, from its first farm to its last episode, and its lines."""
+    """Seconds in which an evaluation ran its episodes, without what it builds before (farm and, for itself, the policy,
+    which the server has built already), and its lines."""
     how = ["--folder", str(folder), "--eval.episodes", str(args.episodes), "--eval.videos", "0"]
     how += ["--runtime.mode", args.mode]
     subprocess.run([COMMAND, "eval", named, *how], check=True, stdout=subprocess.DEVNULL)
-    return json.loads((folder / "eval.json").read_text())["wall_s"], (folder / "episodes.jsonl").read_text()
+    return json.loads((folder / "eval.json").read_text())["decisions"]["wall_s"], (
+        folder / "episodes.jsonl"
+    ).read_text()
 
 
 def main(args: Arguments) -> None:

@@ -119,7 +119,7 @@ class DecisionTimes:
 
     def as_data(self) -> dict[str, float]:
         share = self.waiting_s / self.wall_s if self.wall_s else 0.0
-        return {**latency_percentiles(self.latencies_s), "waiting_share": min(share, 1.0)}
+        return {**latency_percentiles(self.latencies_s), "waiting_share": min(share, 1.0), "wall_s": self.wall_s}
 
 
 class Evaluator:
@@ -169,7 +169,8 @@ class Evaluator:
         return self._task.advance(budget_s, deadline_s)
 
     def decision_times(self) -> dict[str, float]:
-        """Number of decisions so far, percentiles of their latency, and the share of the time that they took."""
+        """Number of decisions so far, percentiles of their latency, the share of the time that they took, and that time,
+        without what was built before."""
         return self._times.as_data()
 
     def end(self) -> None:

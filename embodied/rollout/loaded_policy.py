@@ -86,7 +86,9 @@ class LoadedPolicy:
         texts: tuple[str, ...] = ()
         if "instruction" in self.config.policy.reads:
             said = _part(observation, "instruction")
-            texts = (said,) if isinstance(said, str) else tuple(said)
+            texts = (said,) if isinstance(said, str) else tuple(said) if isinstance(said, (list, tuple)) else ()
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise UserError(f"instruction is a text, or a list of them; got {shown(said)}")
         inputs = Inputs(vectors.get("state"), vectors.get("proprio"), frames, texts)
         lengths = {len(part) for part in (*vectors.values(), *frames.values(), *([texts] if texts else []))}
         if len(lengths) != 1:

@@ -12,6 +12,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,17 @@ def test_a_mistake_is_one_text_and_the_next_request_is_answered(
         assert isinstance(said, str) and message in said and "Traceback" not in said
         assert np.array_equal(client.actions(good), acted(loaded, good))
         assert server.latencies["refused"] == 1
+
+
+@pytest.mark.parametrize("prompt", [3, [], [3], {"a": "b"}, np.zeros(2)])
+def test_an_instruction_is_a_text(loaded: LoadedPolicy, prompt: Any) -> None:
+    reads = loaded.config.policy.model_copy(update={"reads": ("images", "proprio", "instruction")})
+    reading = replace(loaded, config=loaded.config.model_copy(update={"policy": reads}))
+    with serving(reading) as (address, _), connect(address, compression=None) as socket:
+        client, good = Client(socket), observations(1)[0]
+        said = client.answer(packed(good | {"prompt": prompt}))
+        assert isinstance(said, str) and "instruction is a text" in said
+        assert np.array_equal(client.actions(good), acted(loaded, good))
 
 
 @pytest.mark.parametrize("message", ["hello", b"\xc1", packed([1, 2]), packed({1: 2})])
