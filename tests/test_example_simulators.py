@@ -41,7 +41,7 @@ def test_a_scene_of_poses_gives_the_pictures_of_a_scene_of_positions() -> None:
     for name, frame in theirs.items():
         assert np.array_equal(drawn[name], frame), name
     assert drawn["free"].std() > 1
-    with pytest.raises(FarmError, match="no camera 'back'; valid: free, front, wrist, side"):
+    with pytest.raises(FarmError, match="no camera 'back'; valid: free, front, side, wrist"):
         camera_names(TaskSpec("tabletop/push", cameras=("back",)), model, first=("free",))
     for opened in (posed, renderer, physics):
         opened.close()
