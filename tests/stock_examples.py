@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -141,6 +142,7 @@ class Robosuite(Stock):
 
     def reset(self) -> np.ndarray:
         np.random.seed(SEED)
+        random.seed(SEED)
         return self._state(self.env.reset())
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float]:
@@ -198,17 +200,11 @@ def differences(stock: Stock, task: str) -> list[str]:
 
 
 def main(example: str) -> None:
-    if example == "metaworld":
-        from metaworld_farm import BACKEND
-    elif example == "robosuite":
-        from robosuite_farm import BACKEND
-    else:
-        from gymnasium_robotics_farm import BACKEND
     kind = {"metaworld": MetaWorld, "robosuite": Robosuite, "gymnasium_robotics": Robotics}[example]
-    module = {"metaworld": "metaworld_farm", "robosuite": "robosuite_farm"}.get(example, "gymnasium_robotics_farm")
+    module = f"{example}_farm"
     print("MuJoCo", mujoco.__version__, "drawn by", platform())
     equal = 0
-    for name in BACKEND.tasks():
+    for name in importlib.import_module(module).BACKEND.tasks():
         if name.endswith("-goal-hidden"):
             continue
         found = differences(kind(name), f"{module}:BACKEND/{name}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,10 +42,10 @@ FIELDS = ("body_pos", "body_quat", "site_pos", "site_rgba", "geom_rgba")
 class RobosuitePhysics:
     """One environment of a robosuite task, with robosuite's own noise of the robot's first pose.
 
-    An episode is what an environment plays whose random numbers begin with `np.random.seed(episode.seed)`. Sizes that
-    robosuite draws when it loads a model (Lift's cube: 4.0 to 4.4 cm) are those of one load, the same for all. Actions are
-    those of the controller (`osc_pose`: 5 cm and 0.5 rad of the hand's goal, and the gripper; two arms one after the
-    other), in [-1, 1]. The state is the robots' proprioception and the objects' observations; proprioception is the
+    An episode is what an environment plays after `np.random.seed` and `random.seed` of the episode's seed. Sizes that
+    robosuite draws when it loads a model (Lift's cube: 4.0 to 4.4 cm) are those of one load, the same for all. Actions
+    are the controller's in [-1, 1] (`osc_pose`: 5 cm and 0.5 rad of the hand's goal, and the gripper; two arms one
+    after the other). The state is the robots' proprioception and the objects' observations; proprioception is the
     position and orientation (x, y, z, w) of each hand and its fingers' positions. Success ends an episode unless
     terminations are ignored. Dense reward is robosuite's shaped one (at most 1), sparse is 1 where the task is solved.
     """
@@ -63,8 +64,7 @@ class RobosuitePhysics:
             grippers = robot.gripper.values() if isinstance(robot.gripper, dict) else [robot.gripper]
             for gripper in grippers:
                 gripper.current_action = np.zeros(len(gripper.actuators))
-        with _callers_generator():
-            np.random.seed(episode.seed)
+        with _random_numbers(episode.seed):
             observations = self._drawn()
         self._steps_left = self.info.max_episode_steps
         return self._result(observations, [], [], terminated=False)
@@ -172,8 +172,7 @@ def _build_of(spec: TaskSpec) -> tuple[str, str]:
 def _built(task: str, control_mode: str) -> tuple[mujoco.MjModel, dict[str, Any]]:
     """The task's model as a reset leaves it, which hides marks, and the sizes that an environment alone knows."""
     env = _environment(task, control_mode, shaped=True)
-    with _callers_generator():
-        np.random.seed(0)
+    with _random_numbers(0):
         proprio, state = _seen(env.reset())
     model = copy.copy(env.sim.model._model)
     low, high = env.action_spec
@@ -197,8 +196,7 @@ def _sizes(task: str, control_mode: str) -> dict[str, Any]:
 
 def _environment(task: str, control_mode: str, shaped: bool) -> Any:
     arms = 2 if task.startswith("TwoArm") else 1
-    with _callers_generator():
-        np.random.seed(0)  # its constructor draws the sizes of objects, and a beginning that nobody plays
+    with _random_numbers(0):  # its constructor draws the sizes of objects, and a beginning that nobody plays
         return robosuite.make(
             task,
             robots=["Panda"] * arms,
@@ -214,13 +212,17 @@ def _environment(task: str, control_mode: str, shaped: bool) -> Any:
 
 
 @contextmanager
-def _callers_generator() -> Iterator[None]:
-    """Within the block NumPy's global generator may be drawn from; afterwards it is where it was."""
-    state = np.random.get_state()
+def _random_numbers(seed: int) -> Iterator[None]:
+    """Within the block NumPy's and Python's global generators begin with the seed; afterwards they are where they
+    were."""
+    kept, others = np.random.get_state(), random.getstate()
+    np.random.seed(seed)
+    random.seed(seed)
     try:
         yield
     finally:
-        np.random.set_state(state)
+        np.random.set_state(kept)
+        random.setstate(others)
 
 
 BACKEND = Backend(
