@@ -14,6 +14,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -282,7 +283,7 @@ RAY = ("--runtime.mode", "ray")
     ids=["simulator, policy and estimator", "ManiSkill task"],
 )
 def test_what_a_stranger_installs_trains_goes_on_survives_and_is_evaluated(
-    settings: dict[str, object], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
+    settings: dict[str, Any], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
 ) -> None:
     places = run_in("python", "-c", "import embodied, stranger; print(embodied.__file__, stranger.__file__)").split()
     assert all("site-packages" in place and not Path(place).is_relative_to(ROOT) for place in places), places
