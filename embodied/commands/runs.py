@@ -76,16 +76,17 @@ class Listed:
 
 def run(args: Arguments) -> dict[str, Any]:
     """Print the runs, the one that wrote last at the end. Returns them as plain data."""
-    check_folder(args.runs_dir)
+    check_folder(args.runs_dir, "with --runs-dir")
     found = [listed(folder, args.runs_dir) for folder in run_folders(args.runs_dir)]
     found.sort(key=lambda one: (one.changed or 0.0, one.name))
     print("\n".join(table(HEAD, [row_of(one) for one in found])) if found else none_below(args.runs_dir))
     return {"runs_dir": str(args.runs_dir), "runs": [asdict(one) for one in found]}
 
 
-def check_folder(runs_dir: Path) -> None:
+def check_folder(runs_dir: Path, how: str) -> None:
+    """Raise `UserError` where there is no such folder; `how` says how another is named."""
     if not runs_dir.is_dir():
-        raise UserError(f"there is no folder {runs_dir}: `embodied train CONFIG` makes one, or name another")
+        raise UserError(f"there is no folder {runs_dir}: `embodied train CONFIG` makes one, or name another {how}")
 
 
 def none_below(runs_dir: Path) -> str:

@@ -77,7 +77,7 @@ class Arguments:
 
 def run(args: Arguments) -> dict[str, Any]:
     """Serve the page until Ctrl-C."""
-    check_folder(args.runs_dir)
+    check_folder(args.runs_dir, "as `embodied watch FOLDER`")
     with serving(args.runs_dir, args.port) as server:
         address = f"http://{HOST}:{server.server_port}/"
         try:
