@@ -183,7 +183,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         cells = []
         for kind in kinds:
-            lost = "" if row["axis"] == "unperturbed" else f" ({-100 * row[kind]['lost']:+.1f})"
+            lost = "" if row["axis"] == "unperturbed" else f" ({0.0 - 100 * row[kind]['lost']:+.1f})"
             cells.append(f"{row[kind]['success']:.1%}{lost}")
         table.add_row(f"{row['axis']} {row['level']}" if row["level"] else row["axis"], *cells)
     get_console().print(table)

@@ -67,7 +67,8 @@ def difference(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The first's success less the second's, over pairs of episodes that both have one."""
     first, second = zip(*((bool(one.success), bool(other.success)) for one, other in pairs), strict=True)
     data = asdict(paired_difference(first, second))
-    return {**data, "difference_low": data.pop("low"), "difference_high": data.pop("high")}
+    low, high = data.pop("low"), data.pop("high")
+    return {**data, "difference_low": low, "difference_high": high}
 
 
 def differing_pairs(protocol: Protocol, outcomes: Sequence[EpisodeOutcome], count: int) -> list[Pair]:

@@ -57,7 +57,7 @@ def test_default_axes_are_those_that_the_policy_notices() -> None:
 
 def test_perturbations_are_in_the_hash_and_survive_json() -> None:
     perturbed = protocol_of(config(SEEING, eval={"event": ["objects:3@2", "words:go to the blue ball@4"]}))
-    plain = protocol_of(config(SEEING, eval={"axes": []}))
+    plain = protocol_of(config(SEEING, eval={"axes": [], "levels": "1-5"}))
     assert from_data(json.loads(json.dumps(as_data(perturbed)))) == perturbed
     assert perturbed.sha256 != plain.sha256 and "perturbations" not in as_data(plain)
     other = protocol_of(config(SEEING, eval={"event": ["objects:4@2", "words:go to the blue ball@4"]}))
@@ -77,7 +77,7 @@ def test_what_is_no_event_is_refused(text: str) -> None:
     [
         ({"axes": ["camra"]}, "camra.*did you mean camera"),
         ({"axes": ["start"], "levels": "1-9"}, "levels 1 to 5, got 6"),
-        ({"axes": [], "event": ["lighting:3@2"]}, "no axis .*lighting"),
+        ({"axes": [], "levels": "1-5", "event": ["lighting:3@2"]}, "no axis .*lighting"),
         ({"axes": [], "levels": "1,2"}, "levels is 1,2, and no axis is evaluated"),
         ({"axes": ["words"], "instruction": "go"}, "takes the place of every instruction"),
     ],
