@@ -285,3 +285,38 @@ def test_more_trials_than_initial_states_are_refused() -> None:
 def test_a_preset_says_nothing_of_other_simulators() -> None:
     message = refusal(eval={"protocol": "openvla-oft"})
     assert "tabletop/reach" in message and "libero/libero_spatial" in message and "--eval.protocol" in message
+
+
+def of_suite(name: str, **settings: Any) -> Protocol:
+    given = {"protocol": name, "tasks": ["libero/libero_goal/0"], **settings}
+    return protocol_of(config(policy={"kind": "scripted", "reads": ["state", "instruction"]}, eval=given))
+
+
+def test_a_suite_of_perturbations_repeats_each_trial_under_its_variants() -> None:
+    protocol = of_suite("libero-plus", axes=["start", "objects"], levels="1,2")
+    table = protocol.perturbations["libero/libero_goal/0"]
+    assert protocol.total == 1 + len(table) > 20
+    assert {(one.axis, one.level) for one in table} == {(axis, k) for axis in ("start", "objects") for k in (1, 2)}
+    assert all(one.source is not None and one.source.startswith("libero_goal/") for one in table)
+    assert from_data(as_data(protocol)) == protocol
+    assert of_suite("libero-pro", axes="swap", episodes=3).total == 6
+
+
+def test_what_the_policy_is_told_belongs_to_the_protocol() -> None:
+    intended, published = (of_suite("libero-pro", axes="task", prompt=prompt) for prompt in ("intended", "published"))
+    assert intended.sha256 != published.sha256
+    assert intended.perturbations["libero/libero_goal/0"][0].words == "open the bottom drawer of the cabinet"
+    assert published.perturbations["libero/libero_goal/0"][0].words == "open the middle drawer of the cabinet"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"axes": "light"}, "has no axis 'light': it has camera, start, words, noise, objects"),
+        ({"event": "objects:1@3"}, "leave --eval.event away"),
+        ({"tasks": ["tabletop/reach"]}, "says nothing of tabletop/reach"),
+    ],
+)
+def test_what_a_suite_does_not_have_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        of_suite("libero-plus", **settings)

