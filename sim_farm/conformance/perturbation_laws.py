@@ -30,8 +30,10 @@ EVERYTHING = ("state", "images", "instruction")
 
 
 def perturbations_are_a_function_of_seed_and_actions(spec: TaskSpec) -> None:
-    """Perturbed episodes agree bit for bit in a used and in a new environment, whatever the chunks; an episode without
-    a perturbation is that of the plain task, and one with an event is, until then."""
+    """Perturbed episodes agree bit for bit in a used and in a new environment, whatever the chunks.
+
+    An episode without a perturbation is that of the plain task, and one with an event is, until then.
+    """
     perturbed = _perturbed(spec)
     with physics_of(perturbed) as used, closing(make_physics(perturbed)) as new, physics_of(spec) as plain:
         actions = random_actions(plain.info, EVENT + 2)
@@ -56,8 +58,7 @@ def perturbations_are_a_function_of_seed_and_actions(spec: TaskSpec) -> None:
 
 
 def perturbed_pictures_are_the_same_in_another_process(spec: TaskSpec) -> None:
-    """A perturbed scene gives the same bytes in another process, alone or among others; an unperturbed one gives those
-    of the plain task."""
+    """A perturbed scene gives the same bytes in another process, and an unperturbed one those of the plain task."""
     perturbed = _perturbed(spec)
     with physics_of(perturbed) as physics:
         indices = (None, *range(len(perturbed.perturbations)))

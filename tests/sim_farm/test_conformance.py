@@ -109,7 +109,8 @@ def test_a_renderer_with_a_state_of_its_own_breaks_exact_split(tmp_path: Path) -
     assert [laws[law]["outcome"] for law in SPLIT] == ["broken"] * 3, printed
     assert "farm.render_workers stays 0" in laws[SPLIT[0]]["otherwise"] and "farm.render_workers stays 0" in printed
     assert {law for law, each in laws.items() if each["outcome"] == "broken"} - set(SPLIT) == {
-        "frames_are_drawn_where_they_are_asked_for"
+        "frames_are_drawn_where_they_are_asked_for",
+        "perturbed_pictures_are_the_same_in_another_process",
     }
 
 
