@@ -169,8 +169,8 @@ class Evaluator:
         return self._task.advance(budget_s, deadline_s)
 
     def decision_times(self) -> dict[str, float]:
-        """Number of decisions so far, percentiles of their latency, the share of the time that they took, and that time,
-        without what was built before."""
+        """Number of decisions so far, percentiles of their latency, the share of the episodes' time that they took, and
+        that time in seconds."""
         return self._times.as_data()
 
     def end(self) -> None:
