@@ -104,7 +104,7 @@ class Robotics(Stock):
     def _flat(self, observation: Any) -> np.ndarray:
         from gymnasium import spaces
 
-        return spaces.flatten(self.env.observation_space, observation)
+        return np.asarray(spaces.flatten(self.env.observation_space, observation))
 
     def close(self) -> None:
         self.env.close()
