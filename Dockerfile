@@ -13,13 +13,14 @@ ENV NVIDIA_DRIVER_CAPABILITIES=all PATH=/embodied-farm/.venv/bin:$PATH
 WORKDIR /embodied-farm
 RUN apt-get update && \
     DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates make python3 python3-venv
-COPY LICENSE Makefile constraints.txt pyproject.toml ./
+COPY LICENSE NOTICE Makefile constraints.txt pyproject.toml ./
 COPY setup setup
 COPY assets assets
 COPY configs configs
 COPY embodied embodied
+COPY embodied_command.py ./
 COPY policies policies
 COPY schedulers schedulers
 COPY sim_farm sim_farm
-RUN DEBIAN_FRONTEND=noninteractive GPU=${GPU} make setup && rm -rf /root/.cache/pip /var/lib/apt/lists/*
+RUN DEBIAN_FRONTEND=noninteractive GPU=${GPU} make setup libero-assets && rm -rf /root/.cache/pip /var/lib/apt/lists/*
 CMD ["embodied", "doctor"]

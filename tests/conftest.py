@@ -30,11 +30,16 @@ gc.disable()  # until `pytest_collection_finish`
 ROOT = Path(__file__).parent.parent
 RAY = "ray_runtime"
 """Fixture of the Ray that files share."""
+WITH_RAY = (RAY, "tests.embodied.planned", "tests.embodied import planned")
+"""Words of a file that uses it: its name, and imports of fixtures that use it."""
+CLOSING = "test_closing_leaves_no_process_and_no_shared_memory"
+"""Test that closes it; another file would have to start it again."""
 
 
 @cache
 def _group(file: str) -> str:
-    return RAY if RAY in (ROOT / file).read_text() else file
+    text = (ROOT / file).read_text()
+    return RAY if any(word in text for word in WITH_RAY) else file
 
 
 class FilesTogether(LoadScopeScheduling):
@@ -50,8 +55,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests that share Ray first: together they take longest."""
-    items.sort(key=lambda item: _group(item.location[0]) != RAY)  # stable: otherwise in pytest's order
+    """Put the tests that share Ray first, as together they take longest, and the one that closes it last of them."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return _group(item.location[0]) != RAY, item.name == CLOSING
+
+    items.sort(key=place)  # stable: otherwise in pytest's order
 
 
 def pytest_collection_finish() -> None:

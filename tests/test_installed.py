@@ -7,17 +7,25 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from embodied.config.files import CONFIGS
+from embodied.reporting.metrics import read
+from sim_farm.workers import faults
+from tests.embodied import stranger
+from tests.embodied.test_resume import assert_same_run
 
 ROOT = Path(__file__).parent.parent
-FILES = ("pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")
+FILES = ("embodied_command.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")
 SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "configs", "assets")
 
 
@@ -74,13 +82,15 @@ def python(installed: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_archive_and_the_source_tree_give_equal_wheels(
-    archive: Path, wheel: Path, source: Path, tmp_path: Path
-) -> None:
+def test_the_archive_has_no_links_and_no_tests(archive: Path) -> None:
     with tarfile.open(archive) as opened:
         members = opened.getmembers()
-    assert all(member.isfile() or member.isdir() for member in members), "a link in an archive leads nowhere"
+    assert members and all(member.isfile() or member.isdir() for member in members), "a link leads nowhere"
     assert not [member.name for member in members if "/tests/" in member.name]
+
+
+@pytest.mark.slow
+def test_the_archive_and_the_source_tree_give_equal_wheels(wheel: Path, source: Path, tmp_path: Path) -> None:
     ours, theirs = zipfile.ZipFile(wheel_of(source, tmp_path)), zipfile.ZipFile(wheel)
     assert sorted(ours.namelist()) == sorted(theirs.namelist())
     for linked in (
@@ -95,7 +105,8 @@ def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.stat().st_size < 12e6
     assert [name for name in names if name.endswith("/reach.xml")] == ["sim_farm/backends/tabletop/scenes/reach.xml"]
-    assert {name.partition("/")[0] for name in names if "dist-info" not in name} == set(SOURCES) - {"configs", "assets"}
+    packaged = {name.partition("/")[0] for name in names if "dist-info" not in name}
+    assert packaged == {*SOURCES, "embodied_command.py"} - {"configs", "assets"}
 
 
 def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -119,7 +130,10 @@ print(renderer.render([scene], renderer.info.cameras)["front"].std() > 1)
 
 @pytest.mark.parametrize(
     ("package", "named"),
-    [("sim_farm", ("--backend", "own_simulator:BACKEND/reach")), ("policies", ("--policy", "own_policy:Linear"))],
+    [
+        ("sim_farm", ("--backend", "own_simulator:BACKEND/reach")),
+        pytest.param("policies", ("--policy", "own_policy:Linear"), marks=pytest.mark.slow),
+    ],
 )
 def test_the_conformance_suite_is_one_command(
     package: str, named: tuple[str, str], installed: Path, tmp_path: Path
@@ -151,6 +165,18 @@ def test_the_installed_command_says_its_version(installed: Path, tmp_path: Path)
     assert version in command(installed, tmp_path, "--version")
 
 
+@pytest.mark.parametrize("own", ["embodied/__init__.py", "embodied.py"])
+def test_a_module_called_embodied_is_named_with_ours(own: str, installed: Path, tmp_path: Path) -> None:
+    (tmp_path / own).parent.mkdir(exist_ok=True)
+    (tmp_path / own).write_text("raise RuntimeError('it was imported')")
+    path = {**os.environ, "PYTHONPATH": f".{os.pathsep}{installed}"}
+    program = [sys.executable, installed / "bin" / "embodied", "train", "reach"]
+    done = subprocess.run(program, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"embodied: {tmp_path / own} hides this project's package embodied, {installed}")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.slow
 def test_the_installed_command_trains_evaluates_and_reports(installed: Path, tmp_path: Path) -> None:
     small = ("--runtime.mode", "inline", "--eval.episodes", "4", "--eval.videos", "0")
@@ -178,3 +204,99 @@ for name in ("openvla_tiny", "openvla_oft_tiny"):
 """
     packages = ROOT if where == "source" else installed
     assert python(packages, tmp_path, "-c", code).splitlines() == ["True assets/openvla_tiny"] * 2
+
+
+# --- a stranger's package beside ours, in an environment that has neither source tree
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment of its own with our wheel and a stranger's, by `pip` and without a source tree.
+
+    What both depend on, gigabytes, comes from where this process has it: that folder's own links to source trees are
+    not followed, as only the folders of the environment itself are looked through for them.
+    """
+    made = tmp_path_factory.mktemp("environment")
+    venv.create(made, with_pip=False, symlinks=True)
+    source = tmp_path_factory.mktemp("stranger")
+    stranger.write_project(source)
+    theirs = wheel_of(source, tmp_path_factory.mktemp("stranger_wheel"))
+    pip("--python", str(made / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel), str(theirs))
+    packages = next(made.glob("lib/python*/site-packages"))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return made
+
+
+@pytest.fixture
+def run_in(environment: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs a program of the environment in the test's empty folder, and returns what it prints."""
+    (tmp_path / "faults.json").write_text("[]")
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(program: str, *arguments: str) -> str:
+        done = subprocess.run(
+            [environment / "bin" / program, *arguments],
+            cwd=tmp_path, env={**kept, faults.VARIABLE: str(tmp_path / "faults.json")}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+INSTALLED = stranger.settings(workflow="halved", policy={"kind": "linear", "options": {"std": 0.4}})
+INSTALLED["env"] = {"task": "point/reach", "num_envs": 4}
+MANISKILL = INSTALLED | {
+    "env": {"task": "stranger.tasks:maniskill/PushGently-v1", "num_envs": 4, "cameras": 1, "image_size": 32},
+    "policy": {"kind": "flow", "reads": ["proprio", "images"], "options": {"encoder": "cnn", "features": 16}},
+    "rollout": {"decisions": 8},
+}
+LOST = {"worker": "physics 1", "phase": "step", "kind": "kill"}
+RAY = ("--runtime.mode", "ray")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("settings", "code", "nth"),
+    [(INSTALLED, (), 20), (MANISKILL, ("--env.task", "stranger.tasks:maniskill/PushGently-v1"), 5)],
+    ids=["simulator, policy and estimator", "ManiSkill task"],
+)
+def test_what_a_stranger_installs_trains_goes_on_survives_and_is_evaluated(
+    settings: dict[str, object], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
+) -> None:
+    places = run_in("python", "-c", "import embodied, stranger; print(embodied.__file__, stranger.__file__)").split()
+    assert all("site-packages" in place and not Path(place).is_relative_to(ROOT) for place in places), places
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
+
+    def train(name: str, *more: str) -> None:
+        run_in("embodied", "train", "mine.yaml", "--name", name, *more)
+
+    train("whole")
+    train("parts", "--iterations", "2")
+    train("parts", "--resume", "auto")
+    assert_same_run(tmp_path / "runs/parts", tmp_path / "runs/whole")
+    (tmp_path / "faults.json").write_text(json.dumps([LOST | {"nth": nth}]))
+    train("ray", "--iterations", "2", *RAY)
+    assert (tmp_path / "faults.json.fired-0").exists(), "no worker was lost"
+    train("ray", "--resume", "auto", *RAY)
+    assert_same_run(tmp_path / "runs/ray", tmp_path / "runs/whole")
+    assert [row["iteration"] for row in read(tmp_path / "runs/ray")] == [1, 2, 3]
+    printed = [run_in("embodied", "eval", "ray", *code, *mode) for mode in (("--runtime.mode", "inline"), RAY)]
+    rows = [
+        next(line for line in text.splitlines() if line.startswith(f"| {settings['env']['task']}")) for text in printed
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_what_a_stranger_installs_passes_both_conformance_suites(run_in: Callable[..., str], tmp_path: Path) -> None:
+    for package, named in (
+        ("sim_farm", ("--backend", "point/reach")),
+        ("sim_farm", ("--backend", "stranger.tasks:maniskill/PushGently-v1")),
+        ("policies", ("--policy", "linear")),
+    ):
+        run_in("python", "-m", "pytest", "-q", "--pyargs", f"{package}.conformance", *named, "--report", "report.json")
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert report["examined"] == named[1]
+        assert {law["outcome"] for law in report["laws"]} == {"holds", "not applicable"}

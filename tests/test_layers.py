@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -37,12 +38,24 @@ LAYERS = (
 """Of `embodied`, from the top down."""
 
 
+@cache
+def _statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Those that import, wherever in the file."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+@cache
+def _known() -> set[str]:
+    """Modules of `embodied`, as dotted names."""
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "embodied").rglob("*.py")}
+
+
 def _imports(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(path):
         if isinstance(node, ast.Import):
             found |= {name.name.partition(".")[0] for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+        elif node.module and node.level == 0:
             found.add(node.module.partition(".")[0])
     return found
 
@@ -56,14 +69,13 @@ def test_packages_know_nothing_of_each_other(package: str) -> None:
 def _modules(path: Path) -> set[str]:
     """Modules of `embodied` that a file imports, as dotted names."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _statements(path):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             assert node.level == 0, f"{path}: a relative import"
             found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    known = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "embodied").rglob("*.py")}
-    return {name for name in found if name.startswith("embodied.") and name in known}
+    return {name for name in found if name.startswith("embodied.") and name in _known()}
 
 
 def test_each_folder_imports_only_from_below_its_own_line() -> None:

@@ -340,7 +340,7 @@ def _import_libero() -> None:
     os.environ["MUJOCO_GL"] = os.environ["PYOPENGL_PLATFORM"] = mujoco_gl.platform()
     import robosuite  # noqa: F401
 
-    from sim_farm.backends.libero.package import assets
+    from sim_farm.backends.libero.assets import assets
 
     assets()
 

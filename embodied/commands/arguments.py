@@ -3,13 +3,14 @@ are not imported here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from embodied.config.schema import Config
+from embodied.errors import UserError
 from embodied.run import RUNS
 
 
@@ -139,6 +140,45 @@ class RecordArguments:
 
         first_checks.check_policy(self.settings)
         first_checks.check_trials(self.settings)
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """Let other programs and robots ask a policy for actions, in openpi's websocket protocol (docs/serving.md)."""
+
+    run: tyro.conf.Positional[str]
+    """A run's folder (or its name below --runs-dir), whose checkpoint decides, the best or else the newest; a
+    checkpoint's folder below a run; or a configuration whose policy needs no training or together with --checkpoint."""
+    settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    host: str = "127.0.0.1"
+    """Address to listen on. By default only programs of this machine reach it; there is no password."""
+    port: int = 8000
+    """Port to listen on; 0: a free one."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Keys of the clients' observations where they are not openpi's, `images.base KEY`."""
+    batch: int = 1
+    """Rows of a batch, into which requests are put that wait together. 1: each is computed alone, bit for bit as
+    `act` does."""
+    sample: bool = False
+    """Draw actions, as `seed` determines, for clients that say neither; else they are the policy's mode."""
+    threads: int = 1
+    """Number of PyTorch's threads; an evaluation has one, and sums are rounded by their number."""
+    runs_dir: Path = RUNS
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the counts and latencies to this file at the end."""
+
+    def check(self) -> None:
+        """Raise for numbers that cannot be, and for what `first_checks` refuses."""
+        from embodied.training import first_checks
+
+        for name, least, most in (("port", 0, 65535), ("batch", 1, 4096), ("threads", 1, 4096)):
+            given = getattr(self, name)
+            if not least <= given <= most:
+                raise UserError(f"--{name} is of {least} to {most}, got {given}")
+        first_checks.check_policy(self.settings)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def record_run(
     begin = time.monotonic()
     with new_folder(out) as aside, open_session(config) as session:
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.
-        task = replace(task_spec(config), cameras=config.env.cameras)
+        task = replace(task_spec(config), cameras=config.env.cameras, perturbations=())
         replayer = session.runtime.start("replayer 0", Replayer, task)
         info = replayer.call(Replayer.describe)
         provenance = {

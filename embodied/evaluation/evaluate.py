@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -21,6 +20,13 @@ from rich import get_console
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.errors import UserError
+from embodied.evaluation.conditions import (
+    compared_conditions,
+    conditions_data,
+    difference,
+    differing_pairs,
+    unperturbed,
+)
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
 from embodied.evaluation.protocol import Protocol, as_data, suite_of
@@ -36,19 +42,23 @@ from embodied.execution.assignment import configured, farm_spec
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import write_whole
+from embodied.reporting.charts import standalone
+from embodied.reporting.conditions import read_conditions, success_by_level
 from embodied.reporting.live import duration, optional, steps, tell
 from embodied.reporting.tables import evaluation_table
 from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator, summarise
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
-from embodied.statistics import paired_difference
 from embodied.workflows.context import policy_spec, task_spec
+from policies.errors import PolicyError
 from policies.registry import policy_class
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes
+from sim_farm.perturbations import Perturbation
 from sim_farm.shared_memory.slot_layout import FarmSpec
 
+FILMS = ("evaluation", "perturbed", "against")
 PAIRS = 4
 """Columns of a film of differences."""
 
@@ -76,6 +86,11 @@ class Subject:
         """Name of the dataset whose statistics give actions their unit, where others have named it."""
         return policy_class(self.config.policy.kind).statistics_name(self.config.policy.architecture)
 
+    @cached_property
+    def server(self) -> Mapping[str, Any] | None:
+        """What the program that decides says of itself; None where the policy is computed here."""
+        return policy_class(self.config.policy.kind).served_by(self.config.policy.architecture)
+
     @property
     def named(self) -> str | None:
         """The checkpoint for people: a run's, or else the one that the policy's options or policy.init name."""
@@ -89,9 +104,13 @@ class Subject:
         policy = {
             **config.policy.model_dump(mode="json"),
             "cameras": config.model_dump(mode="json")["env"]["cameras"],
-            "checkpoint_sha256": None if begun is None else _digest(begun),
+            "checkpoint_sha256": None if begun is None else checkpoint.digest(begun),
             "files": self.files,
         }
+        if self.server is not None:
+            incidental = policy_class(config.policy.kind).incidental
+            policy["options"] = {name: v for name, v in config.policy.options.items() if name not in incidental}
+            policy["server"] = self.server
         return Identity(protocol, policy)
 
 
@@ -113,7 +132,7 @@ def evaluation_folder(subject: Subject, protocol: Protocol, folder: Path | None,
 def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> dict[str, Any]:
     """Run the episodes that the folder lacks; write and return the result as plain data."""
     begin, before = time.monotonic(), len(folder.outcomes)
-    total = len(protocol.tasks) * protocol.trials
+    total = protocol.total
     if before:
         _say(f"{folder.path}: {before} of {total} episodes are there already")
     origin = lineage(subject.checkpoint, subject.config.policy)
@@ -122,26 +141,35 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         _say(f"Note: {warning}")
     recovery = Recovery(folder.path, "episodes")
     try:
-        until_done(
+        decisions = until_done(
             lambda: _run_episodes(subject, protocol, session, folder, recovery),
             recovery,
             session,
             lambda: len(folder.outcomes),
         )
-    except KeyboardInterrupt:
-        _say(f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them")
+    except (KeyboardInterrupt, PolicyError) as error:
+        kept = f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them"
+        if isinstance(error, PolicyError) and folder.outcomes:
+            raise PolicyError(f"{error}. {kept}") from error
+        if not isinstance(error, PolicyError):
+            _say(kept)
         raise
-    outcomes = folder.in_order()
+    folder.put_in_order()
+    everything = folder.in_order()
+    outcomes = unperturbed(protocol, everything)
     has_success = any(outcome.success is not None for outcome in outcomes)
     starts = {task: origin.starts(task, [o.spec for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
         **_tables(protocol, outcomes, starts),
+        **({"conditions": conditions_data(protocol, everything)} if protocol.perturbations else {}),
         "notes": [trained_sentence(together(list(starts.values())), origin.unknown), *warnings],
         "wall_s": time.monotonic() - begin,
         "episodes_of_earlier_sessions": before,
         "checkpoint": subject.named,
         "files": subject.files,
         "statistics": subject.statistics,
+        **({} if subject.server is None else {"server": subject.server}),
+        **({} if decisions is None else {"decisions": decisions}),
         "folder": str(folder.path),
         "protocol": {
             **as_data(protocol),
@@ -156,6 +184,9 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         f"{_weights_of(subject)}; {hardware()}",
     }
     write_result(folder.path, result)
+    if protocol.perturbations and subject.config.eval.videos:
+        with optional("the film of the perturbed episodes"):
+            until_done(lambda: _film_perturbed(subject, protocol, session, folder), recovery, session, lambda: total)
     filmed = _filmed(protocol.tasks) if subject.config.eval.videos else set[str]()
     if seen := [outcome for outcome in outcomes if outcome.task in filmed]:
         seen = worth_seeing(seen, subject.config.eval.videos)
@@ -165,19 +196,27 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     return result
 
 
-def trials_farm(config: Config, session: Session, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
+def trials_farm(
+    config: Config,
+    session: Session,
+    specs: tuple[EpisodeSpec, ...],
+    left: Sequence[int],
+    perturbations: tuple[Perturbation, ...] = (),
+) -> FarmSpec:
     """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
     num_envs = config.eval.num_envs or config.env.num_envs
     place = configured(config, session.cores, session.nodes).farms[0]
     shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
-    shape = replace(shape, task=evaluated_task(config))
+    shape = replace(shape, task=evaluated_task(config, perturbations))
+    paired = len(specs) // (1 + len(perturbations)) if perturbations else 0
     # No value is bootstrapped from an episode's final frame: there is no update here.
-    return replace(deal_out(shape, specs, left), final_frames="never")
+    return replace(deal_out(shape, specs, left, paired), final_frames="never")
 
 
-def evaluated_task(config: Config) -> TaskSpec:
+def evaluated_task(config: Config, perturbations: tuple[Perturbation, ...] = ()) -> TaskSpec:
     """The configuration's task as evaluations simulate it."""
-    return replace(task_spec(config), ignore_terminations=config.eval.ignore_terminations)
+    ignored = config.eval.ignore_terminations
+    return replace(task_spec(config), ignore_terminations=ignored, perturbations=perturbations)
 
 
 def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
@@ -192,17 +231,18 @@ def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, again
         )
     if [(o.task, o.trial, o.spec) for o in ours] != [(o.task, o.trial, o.spec) for o in theirs]:
         raise UserError(f"{second.path} has {len(theirs)} of {len(ours)} episodes: finish it first with --resume auto")
-    pairs = list(zip(ours, theirs, strict=True))
-    rows = [
-        {"task": task, **_difference([pair for pair in pairs if pair[0].task == task])}
-        for task in first.identity.protocol.tasks
-    ]
+    protocol = first.identity.protocol
+    plain, others = unperturbed(protocol, ours), unperturbed(protocol, theirs)
+    pairs = list(zip(plain, others, strict=True))
+    rows = [{"task": task, **difference([pair for pair in pairs if pair[0].task == task])} for task in protocol.tasks]
+    perturbed = compared_conditions(protocol, ours, theirs)
     comparison = {
         "against": against,
         "folder": str(second.path),
-        **_difference(pairs),
-        "success_rate": sum(bool(o.success) for o in theirs) / len(theirs),
+        **difference(pairs),
+        "success_rate": sum(bool(o.success) for o in others) / len(others),
         "tasks": rows,
+        **({"conditions": perturbed} if perturbed else {}),
     }
     return {**result, "comparison": comparison}
 
@@ -235,15 +275,19 @@ def _filmed(tasks: Sequence[str]) -> set[str]:
 
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
-    """`eval.json` and `eval.md`, each complete or absent."""
-    for name, text in (("eval.json", json.dumps(result, indent=1) + "\n"), ("eval.md", evaluation_table(result))):
+    """`eval.json`, `eval.md` and, where episodes were perturbed, `eval.svg`, each complete or absent."""
+    files = {"eval.json": json.dumps(result, indent=1) + "\n", "eval.md": evaluation_table(result)}
+    if conditions := read_conditions(result):
+        files["eval.svg"] = standalone(success_by_level(conditions))
+    for name, text in files.items():
         write_whole(folder / name, text)
 
 
 def _run_episodes(
     subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, recovery: Recovery
-) -> None:
-    """Task by task, on a farm each; one worker holds the policy for all of them."""
+) -> dict[str, float] | None:
+    """Task by task, on a farm each; one worker holds the policy for all of them. Returns how long its decisions took;
+    None where no episode is left."""
     unfinished = [task for task in protocol.tasks if folder.left(task)]
     ahead, done, begin = sum(len(folder.left(task)) for task in unfinished), 0, time.monotonic()
     worker: Handle[Evaluator] | None = None
@@ -254,7 +298,8 @@ def _run_episodes(
             title += f" ({number} of {len(unfinished)}"
             left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
             title += f", {duration(left_s)} left in all)" if done else ")"
-        with session.farm(trials_farm(config, session, protocol.episodes(), left)) as farm:
+        table = protocol.perturbations.get(task, ())
+        with session.farm(trials_farm(config, session, protocol.episodes(task), left, table)) as farm:
             protocol.check(task, farm.infos[0])
             sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
             if worker is None:
@@ -266,8 +311,11 @@ def _run_episodes(
             for lost in session.runtime.take_replaced():
                 _say(recovery.note_replaced(lost, len(folder.outcomes)))
         done += len(left)
-    if worker is not None:
-        worker.end()
+    if worker is None:
+        return None
+    decisions = worker.call(Evaluator.decision_times)
+    worker.end()
+    return decisions
 
 
 def _say(text: str) -> None:
@@ -290,7 +338,8 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
 
 def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
-    found = [note for task in protocol.tasks if (files := task_files(task)) is not None for note in files.foreign]
+    files = [found for task in protocol.tasks if (found := task_files(task)) is not None]
+    found = list(dict.fromkeys(note for one in files for note in one.foreign))
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]
@@ -302,6 +351,7 @@ def _weights_of(subject: Subject) -> str:
     parts = [str(subject.checkpoint or subject.config.policy.init or "")]
     parts += [f"{one['path']} (sha256 {one['sha256'][:12]})" for one in subject.files.values()]
     parts += [] if subject.statistics is None else [f"statistics of {subject.statistics}"]
+    parts += [] if subject.server is None else ["the weights of a policy server (eval.json: server)"]
     return ", ".join(part for part in parts if part) or "no checkpoint"
 
 
@@ -334,22 +384,6 @@ def _tables(
     }
 
 
-def _difference(pairs: Sequence[tuple[EpisodeOutcome, EpisodeOutcome]]) -> dict[str, Any]:
-    ours, theirs = zip(*((bool(first.success), bool(second.success)) for first, second in pairs), strict=True)
-    found = paired_difference(ours, theirs)
-    return {
-        "episodes": found.episodes,
-        "difference": found.difference,
-        "difference_low": found.low,
-        "difference_high": found.high,
-        "p_value": found.p_value,
-        "both": found.both,
-        "first_only": found.first_only,
-        "second_only": found.second_only,
-        "neither": found.neither,
-    }
-
-
 def _film(
     subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, outcomes: Sequence[EpisodeOutcome]
 ) -> None:
@@ -358,8 +392,25 @@ def _film(
     write_film(path, session, shown, partial(_simulated, subject, protocol))
 
 
+def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
+    """Film pairs that came out otherwise: above without the perturbation, below with it."""
+    path = folder.path / "videos" / "perturbed.mp4"
+    path.unlink(missing_ok=True)
+    filmed = _filmed(protocol.tasks)
+    seen = [outcome for outcome in folder.in_order() if outcome.task in filmed]
+    pairs = differing_pairs(protocol, seen, min(subject.config.eval.videos, PAIRS))
+    shown = [Shown(plain, folder.actions(plain), f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
+    for plain, other in pairs:
+        perturbation = protocol.perturbation(other.task, other.trial)
+        assert perturbation is not None
+        label = f"{perturbation.axis} {perturbation.level}, episode {plain.trial}"
+        shown.append(Shown(other, folder.actions(other), label))
+    if shown:
+        write_film(path, session, shown, partial(_simulated, subject, protocol), len(pairs))
+
+
 def _simulated(subject: Subject, protocol: Protocol, task: str) -> TaskSpec:
-    return evaluated_task(protocol.applied(subject.config, task))
+    return evaluated_task(protocol.applied(subject.config, task), protocol.perturbations.get(task, ()))
 
 
 def _show_in_run(folder: Path, subject: Subject) -> None:
@@ -368,14 +419,9 @@ def _show_in_run(folder: Path, subject: Subject) -> None:
     run_dir = subject.run_dir
     if run_dir is None or subject.config.eval.instruction is not None:
         return
-    for name in ("eval.json", "eval.md", "videos/evaluation.mp4", "videos/against.mp4"):
+    for name in ("eval.json", "eval.md", "eval.svg", *(f"videos/{film}.mp4" for film in FILMS)):
         if (folder / name).is_file():
             (run_dir / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, run_dir / name)
         else:
             (run_dir / name).unlink(missing_ok=True)
-
-
-def _digest(folder: Path) -> str:
-    """sha256 of the manifest, which has the digest of every other file of the checkpoint."""
-    return hashlib.sha256((folder / checkpoint.MANIFEST).read_bytes()).hexdigest()

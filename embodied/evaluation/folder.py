@@ -3,7 +3,7 @@
     FOLDER/
       protocol.json           the protocol with its hash, and the policy: what the episodes are of
       config.yaml             the policy's configuration
-      episodes.jsonl          a line for each episode that has ended
+      episodes.jsonl          a line for each episode that has ended; once all have, in the protocol's order
       actions/TASK/17.npy     [length, A] float32, as executed in trial 17
       eval.json eval.md       the result, once every episode is there
       videos/evaluation.mp4
@@ -64,7 +64,7 @@ class EvalFolder:
 
     def left(self, task: str) -> list[int]:
         """The task's trials that have not ended."""
-        return [trial for trial in range(self.identity.protocol.trials) if (task, trial) not in self.outcomes]
+        return [trial for trial in range(self.identity.protocol.count(task)) if (task, trial) not in self.outcomes]
 
     def add(self, result: EpisodeResult) -> None:
         """Keep an episode for good. Each (task, trial) once."""
@@ -75,7 +75,7 @@ class EvalFolder:
         np.save(path, result.actions)
         if self._lines is None:
             self._lines = Lines(self.path / EPISODES)
-        line = _to_line(result)
+        line = _to_line(result, self.identity.protocol)
         self._lines.append(json.dumps(line))
         self.outcomes[key] = _Line.model_validate(line).outcome()
 
@@ -94,6 +94,14 @@ class EvalFolder:
         """By task, as the protocol lists them, and trial."""
         tasks = {task: number for number, task in enumerate(self.identity.protocol.tasks)}
         return sorted(self.outcomes.values(), key=lambda outcome: (tasks[outcome.task], outcome.trial))
+
+    def put_in_order(self) -> None:
+        """Write the episodes' lines by task and trial, in place of the order in which the episodes happened to end: two
+        folders of the same episodes have the same file."""
+        self.close()
+        self._lines = None
+        lines = [json.dumps(_to_line(outcome)) for outcome in self.in_order()]
+        write_whole(self.path / EPISODES, "".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
         if self._lines is not None:
@@ -221,7 +229,18 @@ def _flat(identity: Identity) -> dict[str, Any]:
     return flat
 
 
-def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
+def _to_line(outcome: EpisodeOutcome, protocol: Protocol) -> dict[str, Any]:
+    """The line's data. What is otherwise in a perturbed episode stands in it too, for those who read the file alone."""
+    other = protocol.perturbation(outcome.task, outcome.trial)
+    perturbed = {}
+    if other is not None:
+        perturbed = {
+            "perturbation": outcome.spec.perturbation,
+            "axis": other.axis,
+            "level": other.level,
+            "from_step": other.from_step,
+            "perturbation_sha256": other.digest,
+        }
     return {
         "task": outcome.task,
         "trial": outcome.trial,
@@ -229,6 +248,7 @@ def _to_line(outcome: EpisodeOutcome) -> dict[str, Any]:
         "init_state": outcome.spec.init_state,
         "resets": outcome.spec.resets,
         "unseeded_resets": outcome.spec.unseeded_resets,
+        **perturbed,
         "success_once": outcome.success,
         "success_at_end": outcome.success_at_end,
         "length": outcome.length,
@@ -248,6 +268,7 @@ class _Line(BaseModel):
     init_state: int | None = Field(ge=0, lt=2**31)
     resets: int = Field(ge=0, lt=2**31)
     unseeded_resets: int = Field(ge=0, lt=2**31)
+    perturbation: int | None = Field(default=None, ge=0, lt=2**31)
     success_once: bool | None
     success_at_end: bool | None
     length: int = Field(ge=0, lt=2**31)
@@ -255,7 +276,7 @@ class _Line(BaseModel):
     limit: int = Field(alias="max_episode_steps", ge=0, lt=2**31)
 
     def outcome(self) -> EpisodeOutcome:
-        spec = EpisodeSpec(self.seed, self.init_state, self.resets, self.unseeded_resets)
+        spec = EpisodeSpec(self.seed, self.init_state, self.resets, self.unseeded_resets, self.perturbation)
         return EpisodeOutcome(
             self.task,
             self.trial,
@@ -289,7 +310,7 @@ def _read_outcomes(path: Path, protocol: Protocol) -> dict[tuple[str, int], Epis
             raise UserError(
                 f"line {number} of {file} is no episode ({_message(error)}): delete the line to evaluate it again"
             ) from error
-        if outcome.task not in protocol.limits or not 0 <= outcome.trial < protocol.trials:
+        if outcome.task not in protocol.limits or not 0 <= outcome.trial < protocol.count(outcome.task):
             raise UserError(f"line {number} of {file} is an episode that the protocol does not have: delete the line")
         if (outcome.task, outcome.trial) in outcomes:
             raise UserError(f"line {number} of {file} is an episode that was there before: delete the line")

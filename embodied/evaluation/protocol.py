@@ -16,8 +16,14 @@ from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
+from sim_farm.graded_axes import axes_of, graded
+from sim_farm.perturbations import Perturbation
 from sim_farm.registry import simulators
 
+GENERALISATION = "generalisation"
+"""Protocol of the run's own settings under graded perturbations of every axis."""
+PERTURBED_TRIALS = 50
+"""Trials of each task under each perturbation, where nothing else is said."""
 VERSION = 3
 """Version of protocols, which is a part of their hash."""
 
@@ -133,6 +139,9 @@ class Protocol:
     """True: episodes run to their limit; False: success ends them."""
     task_digests: Mapping[str, str] = field(default_factory=dict)
     """For each task that files define, the sha256 over its instruction, its task file and its initial states."""
+    perturbations: Mapping[str, tuple[Perturbation, ...]] = field(default_factory=dict)
+    """For each task that is perturbed, by what. Trials 0 to `trials` - 1 are unperturbed; so many under each
+    perturbation follow, in their order, each the repetition of an unperturbed one."""
     version: int = VERSION
 
     @property
@@ -145,8 +154,26 @@ class Protocol:
         text = json.dumps(_as_dict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def episodes(self) -> tuple[EpisodeSpec, ...]:
-        """The episode of each trial; the same for every task."""
+    def count(self, task: str) -> int:
+        """Number of the task's episodes."""
+        return self.trials * (1 + len(self.perturbations.get(task, ())))
+
+    @property
+    def total(self) -> int:
+        """Number of all episodes."""
+        return sum(map(self.count, self.tasks))
+
+    def perturbation(self, task: str, trial: int) -> Perturbation | None:
+        """What is otherwise in the trial."""
+        return self.perturbations[task][trial // self.trials - 1] if trial >= self.trials else None
+
+    def episodes(self, task: str) -> tuple[EpisodeSpec, ...]:
+        """The episode of each of the task's trials; those without a perturbation are the same for every task."""
+        plain = self._unperturbed()
+        numbers = range(len(self.perturbations.get(task, ())))
+        return plain + tuple(replace(spec, perturbation=number) for number in numbers for spec in plain)
+
+    def _unperturbed(self) -> tuple[EpisodeSpec, ...]:
         states = self.init_states or (None,)
         return tuple(
             EpisodeSpec(
@@ -236,7 +263,7 @@ class Protocol:
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
             f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{instruction}"
-            f"{self._policy_line(published)}; {measure}"
+            f"{self._policy_line(published)}{self._perturbed_line()}; {measure}"
         )
 
     @property
@@ -257,6 +284,20 @@ class Protocol:
             "once": "one stream of simulator seed {}",
         }
         return seeds[self.seeding].format(self.env_seed) + before
+
+    def _perturbed_line(self) -> str:
+        """The axes with their levels, and the events."""
+        conditions = dict.fromkeys(
+            (one.axis, one.level, one.from_step) for table in self.perturbations.values() for one in table
+        )
+        axes = {(axis, step): [] for axis, _, step in conditions}
+        for axis, level, step in conditions:
+            axes[axis, step].append(level)
+        texts = [
+            f"{axis} {_ranges(sorted(levels))}" + (f" from env step {step}" if step else "")
+            for (axis, step), levels in axes.items()
+        ]
+        return f"; each trial also perturbed by {', '.join(texts)}" if texts else ""
 
     def _policy_line(self, published: Preset | None) -> str:
         """Cameras and action chunk, with the published values where these differ."""
@@ -282,10 +323,11 @@ def protocol_of(config: Config) -> Protocol:
     # A single task is looked up by the farm that simulates it.
     tasks = expand(settings.tasks) if settings.tasks else (env.task,)
     files = {task: task_files(task) for task in tasks}
+    perturbations = {task: table for task in tasks if (table := _perturbations(config, task))}
     own = Protocol(
-        name=None,
+        name=GENERALISATION if settings.protocol == GENERALISATION else None,
         limits=dict.fromkeys(tasks, env.max_episode_steps),
-        trials=settings.episodes or 100,
+        trials=settings.episodes or (PERTURBED_TRIALS if perturbations else 100),
         init_states=settings.recorded_states,
         env_seed=None,
         settle_steps=env.settle_steps,
@@ -301,13 +343,19 @@ def protocol_of(config: Config) -> Protocol:
         chunk=config.policy.chunk,
         ignore_terminations=settings.ignore_terminations,
         task_digests={task: found.digest for task, found in files.items() if found is not None},
+        perturbations=perturbations,
     )
+    if settings.instruction is not None and any(one.words for table in perturbations.values() for one in table):
+        raise UserError(
+            f"eval.instruction {settings.instruction!r} takes the place of every instruction, so that other words "
+            "would change nothing: leave it away, or the axis words"
+        )
     if settings.instruction is not None and "instruction" not in config.policy.reads:
         raise UserError(
             f"eval.instruction is {settings.instruction!r}, and the policy reads {', '.join(config.policy.reads)}: "
             "only one that reads the instruction can take another"
         )
-    protocol = own if settings.protocol is None else _published(own, settings.protocol, config)
+    protocol = _published(own, settings.protocol, config) if settings.protocol in PRESETS else own
     states = protocol.init_states
     distinct = 0 if states is None else len(set(states[: protocol.trials]))
     if states is not None and protocol.greedy and protocol.trials > distinct:
@@ -316,6 +364,21 @@ def protocol_of(config: Config) -> Protocol:
             f"--eval.episodes to {distinct} or less, name each state once, or set --eval.greedy False"
         )
     return protocol
+
+
+def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
+    """The perturbations of the task that the settings ask for. Raises `FarmError` for an axis that its simulator has
+    not or the policy cannot notice, and for a level out of range."""
+    settings, reads = config.eval, config.policy.reads
+    axes = settings.perturbed_axes
+    if settings.protocol == GENERALISATION and not axes and not settings.events:
+        axes = axes_of(task, reads)
+    found = [graded(task, axis, level, reads) for axis in axes for level in settings.perturbed_levels]
+    for event in settings.events:
+        # The axis is checked, whoever gives the words.
+        one = graded(task, event.axis, event.level or 1, reads, event.step)
+        found.append(one if event.instruction is None else replace(one, level=0, words=event.instruction))
+    return tuple(found)
 
 
 def _published(own: Protocol, name: str, config: Config) -> Protocol:
@@ -403,8 +466,16 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 
 
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
-    """The protocol's fields; without an instruction where each task has its own."""
-    absent = () if protocol.instruction is not None else ("instruction",)
+    """The protocol's fields; without an instruction where each task has its own, and without perturbations where there
+    are none."""
+    absent = [
+        name
+        for name, there in (
+            ("instruction", protocol.instruction is not None),
+            ("perturbations", protocol.perturbations),
+        )
+        if not there
+    ]
     return {key: value for key, value in asdict(protocol).items() if key not in absent}
 
 

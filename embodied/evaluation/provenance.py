@@ -23,7 +23,7 @@ from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
 from embodied.files import read_json
 from embodied.run import checkpoint
-from embodied.run.saved_settings import CONFIG, recorded_settings
+from embodied.run.saved_settings import CONFIG, recorded_settings, run_of_checkpoint
 from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_class
 from sim_farm.catalogue import CATALOGUE
@@ -224,8 +224,7 @@ def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
 def _run_and_checkpoint(named: Path) -> tuple[Path | None, Path | None]:
     """The run's folder and its checkpoint, of which `named` is one; None for what is not there."""
     if (named / checkpoint.MANIFEST).is_file():
-        place = named.resolve()
-        return next((up for up in list(place.parents)[1:3] if (up / CONFIG).is_file()), None), named
+        return run_of_checkpoint(named), named
     root = named / "checkpoints"
     found = (checkpoint.best(root) or checkpoint.latest(root)) if (named / CONFIG).is_file() else None
     return (named if found is not None else None), found

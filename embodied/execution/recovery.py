@@ -22,6 +22,7 @@ from embodied.files import Lines
 from embodied.reporting.live import tell
 from embodied.runtime.api import RuntimeLost
 from embodied.runtime.supervision import Event, Replaced, State, Supervised
+from policies.errors import PolicyError
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
 
@@ -121,4 +122,4 @@ def _is_loss(error: Exception) -> bool:
     """True if a worker was lost, or failed for a reason other than a mistake in the configuration."""
     if isinstance(error, WorkerFailed | WorkerTimeout | PeerFailed):
         return True
-    return not isinstance(error, UserError | FarmError)
+    return not isinstance(error, UserError | PolicyError | FarmError)

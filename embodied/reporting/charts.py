@@ -198,6 +198,14 @@ def stacked_bars(
     return _svg(axes, points)
 
 
+def standalone(svg: str) -> str:
+    """A chart of the page as a file of its own, in colours on white."""
+    colours = "--muted:#57606a;--grid:#e6e8eb;--edge:#9aa2ab;--good:#1f9e8f;--accent:#3b76c4"
+    style = f"<style>svg{{{colours};background:#fff;font-family:sans-serif}} .cursor{{display:none}}</style>"
+    opening, rest = svg.split(">", 1)
+    return f'{opening} xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">{style}{rest}\n'
+
+
 def trailing_mean(values: Sequence[float | None], window: int) -> list[float | None]:
     """The mean of the last `window` values there are, at each place; None before the first."""
     means: list[float | None] = []

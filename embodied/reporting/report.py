@@ -22,6 +22,7 @@ from embodied.config.schema import Config
 from embodied.files import read_json, write_whole
 from embodied.reporting import charts
 from embodied.reporting.charts import compact, ticks
+from embodied.reporting.conditions import condition_cells, success_by_level
 from embodied.reporting.live import duration
 from embodied.reporting.run_record import (
     LARGEST,
@@ -65,21 +66,31 @@ PAGE = Path(__file__).with_name("page.html")
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into a run's folder and return its path. Raises `ReportError` for other folders."""
     run = read_run(Path(run_dir))
-    results = {_evaluation: bool(run.evals), _videos: bool(run.videos)}
-    first, later = ([made for made, there in results.items() if there is wanted] for wanted in (True, False))
-    learning = (_measure, _imitation, _data, _learner, _time, plan_section, _timeline)
-    sections = (_header, _figures, *first, *learning, *later, _config, _protocol)
-    body = "\n".join(made(run) for made in sections)
     target = run.path / "report.html"
-    write_page(target, run.path.resolve().name, body)
+    write_page(target, run.path.resolve().name, report_of(run))
     return target
 
 
+def report_of(run: RunFolder) -> str:
+    """The report's sections as HTML."""
+    results = {_evaluation: bool(run.evals), _videos: bool(run.videos)}
+    first, later = ([made for made, there in results.items() if there is wanted] for wanted in (True, False))
+    learning = (_measure, _imitation, _data, _learner, _time, plan_section, _timeline)
+    sections = (_header, figures_of, *first, *learning, *later, _config, _protocol)
+    return "\n".join(made(run) for made in sections)
+
+
 def write_page(path: Path, title: str, body: str) -> None:
-    """Write a self-contained page. `title` is plain text, `body` HTML; half a character, which no file holds, is
-    written as its number."""
-    text = Template(PAGE.read_text()).substitute(title=escape(title), body=body)
-    write_whole(path, text.encode("utf-8", "backslashreplace").decode())
+    """Write a self-contained page. `title` is plain text, `body` HTML."""
+    write_whole(path, page(title, body))
+
+
+def page(title: str, body: str, script: str = "") -> str:
+    """A page. `title` is plain text, `body` HTML. With a `script` it may ask the server that it came from for more;
+    without, it asks for nothing. Half a character, which no file holds, becomes its number."""
+    connect = "; connect-src 'self'" if script else ""
+    text = Template(PAGE.read_text()).substitute(title=escape(title), body=body, connect=connect, script=script)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # --- the sections, from top to bottom
@@ -98,7 +109,8 @@ def _header(run: RunFolder) -> str:
     return f'<header><h1>{escape(run.path.resolve().name)}</h1><p class="facts">{spans}</p></header>'
 
 
-def _figures(run: RunFolder) -> str:
+def figures_of(run: RunFolder) -> str:
+    """The run's main figures on cards."""
     figures = [_measured_figure(run)]
     if run.rows:
         last = run.rows[-1]
@@ -283,7 +295,17 @@ def _evaluation(run: RunFolder) -> str:
     shown = table(names, [_evaluation_cells(item, run.measure) for item in run.evals])
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
     notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return section("Evaluation", shown + notices)
+    return section("Evaluation", shown + notices) + _perturbed(run)
+
+
+def _perturbed(run: RunFolder) -> str:
+    """Success by axis and level; empty where no episode was perturbed."""
+    if not run.conditions:
+        return ""
+    names = ("perturbed by", "success once", "difference, points", "p", "episodes")
+    rows = table(names, map(condition_cells, run.conditions))
+    lead = "Each perturbation repeats the unperturbed episodes; differences are paired. Bands are 95% intervals."
+    return section("Under perturbations", card("Success by level", success_by_level(run.conditions)) + rows, lead)
 
 
 def _evaluation_cells(item: Evaluation, measure: Measure) -> tuple[object, ...]:

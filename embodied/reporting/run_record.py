@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from embodied.errors import UserError
 from embodied.files import read_json, read_yaml
 from embodied.reporting import charts
+from embodied.reporting.conditions import ConditionResult, read_conditions
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.reporting.tables import trained_on
@@ -105,6 +106,8 @@ class RunFolder:
     """Rows of the evaluations during training, by their iterations."""
     spans: list[Span] = field(default_factory=list)
     evals: list[Evaluation] = field(default_factory=list)
+    conditions: list[ConditionResult] = field(default_factory=list)
+    """Results of the evaluation's perturbed episodes, the unperturbed ones' first; empty where none was perturbed."""
     videos: list[Path] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
@@ -163,6 +166,8 @@ def read_run(path: Path) -> RunFolder:
     run.evals = _load(run, "eval.json", evaluate, _evals, [])
     if not run.evals:
         run.missing.setdefault("eval.json", f"eval.json has no task: `{evaluate}` writes a new one.")
+    if run.evals:
+        run.conditions = _load(run, "eval.json", evaluate, _conditions, [])
     files = (file for file in (path / "videos").glob("*.mp4") if file.is_file())
     run.videos = [file for file in files if not file.name.startswith(".")]
     run.videos.sort(key=lambda file: ("fail" not in file.name.lower(), natural_order(file.name)))
@@ -205,6 +210,14 @@ def _evals(path: Path) -> list[Evaluation]:
         return [_evaluation(row) for item in (value if isinstance(value, list) else [value]) for row in _rows(item)]
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"not the result of an evaluation: {error!r}") from error
+
+
+def _conditions(path: Path) -> list[ConditionResult]:
+    value = read_json(path)
+    try:
+        return [] if isinstance(value, list) else read_conditions(value)
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"not the result of perturbed episodes: {error!r}") from error
 
 
 def _rows(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -68,6 +68,22 @@ class Alike:
         pairs = zip(self.runs, protocols, strict=True)
         return [run.evaluated()[0] for run, protocol in pairs if protocol is not None and protocol == first]
 
+    def perturbed(self) -> dict[tuple[str, int], list[float]]:
+        """Success of each run that was evaluated as the first one was, by curve and level of the perturbation; level 0
+        of each curve is the unperturbed episodes'."""
+        protocols = [protocol_of(run) for run in self.runs]
+        first = next((protocol for protocol in protocols if protocol is not None), None)
+        found: dict[tuple[str, int], list[float]] = {}
+        for run, protocol in zip(self.runs, protocols, strict=True):
+            if not run.conditions or protocol != first:
+                continue
+            begin, *others = run.conditions
+            for curve in dict.fromkeys(one.curve for one in others):
+                found.setdefault((curve, 0), []).append(begin.success[0])
+            for one in others:
+                found.setdefault((one.curve, one.level), []).append(one.success[0])
+        return found
+
     def times(self) -> list[float | None]:
         """Seconds until each run's training episodes first reached its target; None where it did not."""
         reached = [run.reached_target() for run in self.runs]
@@ -84,7 +100,7 @@ def write_runs_page(folders: Sequence[Path], out: Path) -> dict[str, Any]:
         if not run.rows:
             raise ReportError(f"{run.path}: {run.missing.get('metrics.jsonl', 'no iteration has ended')}")
     groups = alike(runs)
-    body = "\n".join((_header(groups), _differences(groups), _table(groups), _curves(groups)))
+    body = "\n".join((_header(groups), _differences(groups), _table(groups), _perturbed(groups), _curves(groups)))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, "Runs compared", body)
     return {"report": str(out), "groups": [_data(group) for group in groups]}
@@ -293,6 +309,51 @@ def _table(groups: Sequence[Alike]) -> str:
     protocols = {json.dumps(protocol, sort_keys=True): protocol for protocol in found}
     lead += "".join(f"<br>Evaluated: {escape(_protocol_line(one))}." for one in protocols.values() if one)
     return report.section("Results", report.table(names, map(_cells, groups)), lead)
+
+
+def _perturbed(groups: Sequence[Alike]) -> str:
+    """Success under perturbations: a chart for each axis with a curve for each setting, and a table; empty where no
+    run's evaluation was perturbed."""
+    found = [group.perturbed() for group in groups]
+    keys = list(dict.fromkeys(key for one in found for key in one))
+    if not keys:
+        return ""
+    figures = []
+    for curve in dict.fromkeys(curve for curve, _ in keys):
+        levels = sorted(level for one, level in keys if one == curve)
+        drawn = []
+        for number, (group, values) in enumerate(zip(groups, found, strict=True)):
+            several = [values.get((curve, level), []) for level in levels]
+            bands = [_within(mean_interval(rates)[1:]) if len(rates) > 1 else None for rates in several]
+            means = [statistics.fmean(rates) if rates else None for rates in several]
+            drawn.append(charts.Line(group.title, means, colour=_colour(number), band=bands, end=group.names))
+        heads = ["unperturbed" if level == 0 else f"{curve} {level}" for level in levels]
+        chart = charts.lines([*map(float, levels)], drawn, "level", heads, show=charts.percent, y_range=(0.0, 1.0))
+        figures.append(report.card(curve, chart))
+    rows = [
+        (
+            escape("unperturbed" if level == 0 else f"{curve} {level}"),
+            *(_rates(one.get((curve, level))) for one in found),
+        )
+        for curve, level in sorted(keys, key=lambda key: (key[1] > 0, keys.index(key)))
+        if level or (curve, level) == keys[0]
+    ]
+    shown = report.table(("perturbed by", *(group.title for group in groups)), rows)
+    lead = "Success by axis and level: the mean over seeds with its 95% interval (Student's t), of the same episodes."
+    return report.section("Under perturbations", report.grid("two", figures) + shown, lead)
+
+
+def _within(ends: tuple[float, float]) -> tuple[float, float]:
+    """An interval of rates, within 0 and 1."""
+    return max(0.0, ends[0]), min(1.0, ends[1])
+
+
+def _rates(rates: Sequence[float] | None) -> str:
+    if not rates:
+        return "–"
+    mean = charts.percent(statistics.fmean(rates))
+    between = report.interval(*_within(mean_interval(rates)[1:]))
+    return mean + (f" <small>{between}</small>" if len(rates) > 1 else "")
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:

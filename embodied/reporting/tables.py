@@ -29,6 +29,8 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     lines += ["", f"Policy: {result['policy_line']}."]
     for note in result["notes"]:
         lines += ["", f"Note: {note}."]
+    if "conditions" in result:
+        lines += ["", *_conditions(result["conditions"])]
     if "comparison" in result:
         lines += ["", *_comparison(result["comparison"])]
     return "\n".join(lines) + "\n"
@@ -56,6 +58,38 @@ def trained_on(starts: Mapping[str, Any]) -> str:
     return f"at least {trained} of {evaluated}" if trained else "not known"
 
 
+def _conditions(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row for each axis and level; the rows above are of the unperturbed episodes."""
+    if "difference" not in conditions[0]:
+        rows = [
+            (_named(row), f"{row['return']:.3f}", f"{row['return_low']:.3f} to {row['return_high']:.3f}")
+            for row in conditions
+        ]
+        return table(("perturbed by", "return", "95% interval"), rows)
+    head = ("perturbed by", *_SUCCESS[:2], "difference, points", "95% interval", "p", "only perturbed", "only without")
+    rows = [
+        (
+            _named(row),
+            *_rate(row, "success_once"),
+            *_difference("", row)[1:3],
+            f"{row['p_value']:.2g}",
+            str(row["first_only"]),
+            str(row["second_only"]),
+        )
+        for row in conditions
+    ]
+    said = (
+        "The tables above are of the unperturbed episodes. Under each perturbation the same episodes are repeated: "
+        "difference from those without, with Tango's interval for paired proportions and McNemar's exact test."
+    )
+    return [*table(head, rows), "", said]
+
+
+def _named(row: Mapping[str, Any]) -> str:
+    """`camera 3`, `objects 5 from step 20`."""
+    return f"{row['axis']} {row['level']}" + (f" from step {row['from_step']}" if row["from_step"] else "")
+
+
 def _comparison(comparison: Mapping[str, Any]) -> list[str]:
     head = ("task", "difference, points", "95% interval", "episodes", "only this", "only the other")
     rows = [_difference(item["task"], item) for item in comparison["tasks"]]
@@ -65,7 +99,11 @@ def _comparison(comparison: Mapping[str, Any]) -> list[str]:
         f"Against {comparison['against']} on the same episodes ({100 * comparison['success_rate']:.1f}% there); "
         f"McNemar's exact test: p = {comparison['p_value']:.3g}; intervals: Tango's for paired proportions."
     )
-    return [*table(head, rows), "", against]
+    lines = [*table(head, rows), "", against]
+    if perturbed := comparison.get("conditions"):
+        head = ("perturbed by", *head[1:])
+        lines += ["", *table(head, [_difference(_named(row), row) for row in perturbed])]
+    return lines
 
 
 def _difference(name: str, item: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from embodied.config.schema import Config
 from embodied.devices import decide
 from embodied.errors import UserError
 from embodied.rollout.environment_groups import EnvironmentGroup, groups_of, next_group
-from embodied.statistics import mean_interval, wilson
+from embodied.statistics import latency_percentiles, mean_interval, wilson
 from embodied.trajectories.batch import EpisodeSums, to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.workflows.context import make_policy
-from policies.contract import Policy, PolicyError, PolicySpec
-from sim_farm.client.farm import Farm, FarmAddress
+from policies.contract import Inputs, Policy, PolicyError, PolicySpec
+from sim_farm.client.farm import Farm, FarmAddress, WorkerTimeout
 from sim_farm.client.observations import Observations
 from sim_farm.contract import EpisodeSpec, Float32
 from sim_farm.episodes import ListedEpisodes
@@ -73,16 +74,50 @@ class EpisodeResult(EpisodeOutcome):
     """[length, A] as the policy decided, where noise was added to them."""
 
 
-def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int]) -> FarmSpec:
-    """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group."""
+def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int], paired: int = 0) -> FarmSpec:
+    """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group. With `paired`
+    (`ListedEpisodes`) to that of the trial which it repeats."""
+    listed = ListedEpisodes(specs, spec.num_envs, paired=paired)
     queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
     if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
         rows = spec.num_envs // spec.groups
         groups = [[e for e in range(spec.num_envs) if spec.group_of(e) == group] for group in range(spec.groups)]
         for row in range(rows):
-            for turn, trial in enumerate(t for t in left if t % rows == row):
+            for turn, trial in enumerate(t for t in left if listed.unperturbed(t) % rows == row):
                 queues[groups[turn % spec.groups][row]].append(trial)
-    return replace(spec, episodes=ListedEpisodes(specs, spec.num_envs, tuple(map(tuple, queues))))
+    return replace(spec, episodes=replace(listed, queues=tuple(map(tuple, queues))))
+
+
+@dataclass
+class DecisionTimes:
+    """Latencies of an evaluator's decisions, and how much of its time it waited for them."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    """Of each group's decision, from its observations to its action chunks."""
+    wall_s: float = 0.0
+    waiting_s: float = 0.0
+    """Seconds of `wall_s` in which at least one decision was under way."""
+    _under_way: int = 0
+    _since: float = 0.0
+
+    def begin(self) -> float:
+        """A decision begins; the time, for `end`."""
+        now = time.monotonic()
+        if self._under_way == 0:
+            self._since = now
+        self._under_way += 1
+        return now
+
+    def end(self, begun: float, ended: float) -> None:
+        """A decision that `begun` has ended."""
+        self.latencies_s.append(ended - begun)
+        self._under_way -= 1
+        if self._under_way == 0:
+            self.waiting_s += time.monotonic() - self._since
+
+    def as_data(self) -> dict[str, float]:
+        share = self.waiting_s / self.wall_s if self.wall_s else 0.0
+        return {**latency_percentiles(self.latencies_s), "waiting_share": min(share, 1.0)}
 
 
 class Evaluator:
@@ -104,6 +139,7 @@ class Evaluator:
         self._instruction, self._disturbance = instruction, disturbance
         self._policy: Policy | None = None
         self._task: _Task | None = None
+        self._times = DecisionTimes()
 
     def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress) -> None:
         """Begin the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
@@ -114,13 +150,25 @@ class Evaluator:
             except PolicyError as error:
                 raise PolicyError(f"{name}: {error}") from error
         self._task = _Task(
-            name, self._policy, farm, self._reads, self._seed, self._greedy, self._instruction, self._disturbance
+            name,
+            self._policy,
+            farm,
+            self._reads,
+            self._seed,
+            self._greedy,
+            self._instruction,
+            self._disturbance,
+            self._times,
         )
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
         """Run until episodes have ended, or for about `budget_s` seconds, and return those that ended."""
         assert self._task is not None, "begin a task first"
         return self._task.advance(budget_s, deadline_s)
+
+    def decision_times(self) -> dict[str, float]:
+        """Number of decisions so far, percentiles of their latency, and the share of the time that they took."""
+        return self._times.as_data()
 
     def end(self) -> None:
         """Detach from the task's farm; its creator closes it."""
@@ -142,7 +190,9 @@ class _Task:
         greedy: bool,
         instruction: str | None,
         disturbance: float,
+        times: DecisionTimes,
     ) -> None:
+        self._times = times
         self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
         self._instruction, self._disturbance = instruction, disturbance
         self._attached = isinstance(farm, FarmAddress)
@@ -160,6 +210,9 @@ class _Task:
         self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
         """The same chunks as the policy decided, where noise was added."""
         self._groups = groups_of(self._farm)
+        self._threads = ThreadPoolExecutor(len(self._groups), "decisions") if policy.waits else None
+        self._deciding: dict[int, _Deciding] = {}
+        """The decisions under way, by the group's number."""
         self._unfinished = {group.number for group in self._groups}
         for number in self._unfinished:
             self._farm.reset(number)
@@ -169,25 +222,46 @@ class _Task:
         begin = time.monotonic()
         # Not longer than until something has ended: what is returned can be kept, whatever happens next.
         while self._unfinished and not results and time.monotonic() - begin < budget_s:
-            self._farm.wait_ready(deadline_s)
+            self._await(deadline_s)
+            for number in [number for number, deciding in self._deciding.items() if deciding.action.done()]:
+                self._submit(number)
             group = next_group(self._farm, self._groups, ())
-            assert group is not None, "the farm has stepped one"
+            if group is None:  # a decision had ended, and all groups are simulated or decided for
+                continue
             seen = self._farm.collect(group.number, deadline_s)
             results = self._ended(group, seen)
             if seen.active.any():
-                self._farm.submit(group.number, self._decide(seen))
-                group.decided += 1
+                self._decide(group, seen)
             else:
                 self._unfinished.discard(group.number)
             progress.report()
+        self._times.wall_s += time.monotonic() - begin
         return results
 
     def release(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
         if self._attached:
             self._farm.detach()
 
-    def _decide(self, seen: Observations) -> Float32:
-        """[n, C, A] the chunks to execute, which are kept until their episodes end."""
+    def _await(self, deadline_s: float) -> None:
+        """Wait until a group has been simulated, or decided for."""
+        if not self._deciding:
+            self._farm.wait_ready(deadline_s)
+            return
+
+        def done() -> bool:
+            return any(each.action.done() for each in self._deciding.values()) or bool(self._farm.ready())
+
+        def late() -> Exception:
+            if len(self._deciding) < len(self._unfinished):
+                return self._farm.late(deadline_s)
+            return WorkerTimeout(f"the policy {self._policy.kind} has not decided within {deadline_s:g} s")
+
+        self._farm.wait(done, late, deadline_s, self._farm.progress_ns)
+
+    def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
+        """Decide for the group and submit its chunks; or begin to, where the policy waits for another program."""
         inputs = to_inputs(seen, self._reads, self._episodes)
         if self._instruction is not None:
             inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
@@ -195,20 +269,40 @@ class _Task:
             rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
             inputs = inputs.rows(torch.from_numpy(rows))
         noise = None if self._greedy else torch.from_numpy(self._draw(seen, self._noise))
-        decided = executed = decide(self._policy, inputs, noise).chunk.numpy()
+        group.decided += 1
+        begun = self._times.begin()
+        if self._threads is not None:
+            action = self._threads.submit(_timed, self._policy, inputs, noise)
+            self._deciding[group.number] = _Deciding(seen, begun, action)
+            action.add_done_callback(lambda _: self._farm.ring_client())
+            return
+        action = Future[tuple[Float32, float]]()
+        action.set_result(_timed(self._policy, inputs, noise))
+        self._deciding[group.number] = _Deciding(seen, begun, action)
+        self._submit(group.number)
+
+    def _submit(self, number: int) -> None:
+        """Let the group execute what was decided. The chunks are kept until their episodes end."""
+        deciding = self._deciding.pop(number)
+        decided, ended = deciding.action.result()
+        self._times.end(deciding.begun, ended)
+        seen, executed = deciding.seen, decided
         if self._disturbance:
-            executed = decided + self._disturbance * self._draw(seen, self._disturbances).reshape(decided.shape)
+            noise = self._draw(seen, self._disturbances).reshape(decided.shape)
+            executed = np.add(decided, np.float32(self._disturbance) * noise, dtype=np.float32)
         for row in np.flatnonzero(seen.active).tolist():
             env = int(seen.envs[row])
             self._executed[env].append(executed[row])
             if self._disturbance:
                 self._decided[env].append(decided[row])
-        return executed
+        self._farm.submit(number, executed)
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
-        """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials."""
+        """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials. A trial that
+        repeats another has its noise."""
+        trial, unperturbed = self._episodes.trial, self._episodes.unperturbed
         trials = np.array(
-            [self._episodes.trial(e, k) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
+            [unperturbed(trial(e, k)) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
         )
         return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
 
@@ -236,6 +330,21 @@ class _Task:
             )
             self._executed[env], self._decided[env] = [], []
         return results
+
+
+@dataclass(frozen=True)
+class _Deciding:
+    """A group's decision under way."""
+
+    seen: Observations
+    begun: float
+    action: Future[tuple[Float32, float]]
+    """[n, C, A] chunks, and when they were there."""
+
+
+def _timed(policy: Policy, inputs: Inputs, noise: torch.Tensor | None) -> tuple[Float32, float]:
+    chunk = decide(policy, inputs, noise).chunk.numpy()
+    return chunk, time.monotonic()
 
 
 def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) -> Iterator[EpisodeResult]:
@@ -301,7 +410,7 @@ def make_evaluator(
 ) -> Evaluator:
     """An evaluator that has begun the configuration's task. `disturbance`: see `Evaluator`."""
     evaluator = Evaluator(
-        lambda sizes: _finished_policy(config, sizes, checkpoint),
+        lambda sizes: finished_policy(config, sizes, checkpoint),
         config.policy.reads,
         config.seed,
         config.eval.greedy is not False,
@@ -312,7 +421,7 @@ def make_evaluator(
     return evaluator
 
 
-def _finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
+def finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
     """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
     policy = make_policy(config, spec, checkpoint)
     untrained = checkpoint is None and config.policy.init is None and not policy.pretrained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,19 @@ class LoadedPolicy:
     policy: Policy
     config: Config
     """Configuration of the run."""
-    checkpoint: Path
+    checkpoint: Path | None
+    """None: a policy that was trained elsewhere, as the configuration names it."""
 
     @property
     def spec(self) -> PolicySpec:
         """The sizes of what the policy reads and returns."""
         return self.policy.spec
+
+    @property
+    def image_sizes(self) -> set[int]:
+        """Sides in pixels of the pictures that it reads: the environment's, and the network's own."""
+        own = self.policy.network_image_size
+        return {self.spec.image_size} | (set() if own is None else {own})
 
     def act(self, observation: Mapping[str, Any], *, seed: int | None = None) -> npt.NDArray[np.float32]:
         """Action chunk float32 [C, A] for one observation, [B, C, A] for a batch, in the environment's units.
@@ -41,26 +48,26 @@ class LoadedPolicy:
         `seed`: draw the action from the policy's distribution; None: its mode. Raises `UserError` for an observation
         that lacks something, or has it in another shape.
         """
-        inputs, batched = self._inputs(observation)
-        rows = _rows(inputs)
-        noise = None if seed is None else _noise(seed, rows, self.policy.noise_dim)
+        inputs, batched = self.inputs(observation)
+        noise = None if seed is None else _noise(seed, rows_of(inputs), self.policy.noise_dim)
         with torch.no_grad():
             chunk = decide(self.policy, inputs, noise).chunk.numpy()
         return chunk if batched else chunk[0]
 
-    def _inputs(self, observation: Mapping[str, Any]) -> tuple[Inputs, bool]:
-        """The observation as a batch, and whether it was one."""
+    def inputs(self, observation: Mapping[str, Any]) -> tuple[Inputs, bool]:
+        """The observation of `act` as a batch, and whether it was one. Raises `UserError` as `act` does."""
         spec, batched = self.spec, set[bool]()
 
-        def array(name: str, value: Any, shape: tuple[int, ...], kind: type) -> Tensor:
-            found = np.ascontiguousarray(value, kind)
-            if found.shape not in (shape, (*found.shape[:1], *shape)):
-                raise UserError(f"{name} has the shape {found.shape}: the policy reads {shape}, or a batch of such")
+        def array(name: str, value: Any, shapes: Sequence[tuple[int, ...]], kind: type) -> Tensor:
+            found = _numbers(name, value, kind)
+            shape = next((s for s in shapes if found.shape in (s, (*found.shape[:1], *s))), None)
+            if shape is None:
+                raise UserError(f"{name} has the shape {found.shape}: the policy reads {shapes[0]}, or a batch of such")
             batched.add(found.shape != shape)
             return torch.from_numpy(found.reshape(-1, *shape))
 
         vectors = {
-            name: array(name, _part(observation, name), (size,), np.float32)
+            name: array(name, _part(observation, name), [(size,)], np.float32)
             for name, size in (("state", spec.state_dim), ("proprio", spec.proprio_dim))
             if size
         }
@@ -68,7 +75,7 @@ class LoadedPolicy:
             name: array(
                 f"images[{name!r}]",
                 _part(_part(observation, "images"), name),
-                (spec.image_size, spec.image_size, 3),
+                [(side, side, 3) for side in sorted(self.image_sizes, key=spec.image_size.__ne__)],
                 np.uint8,
             )
             for name in spec.cameras
@@ -104,6 +111,17 @@ def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Col
     return LoadedPolicy(settle(policy, find_device(config.policy.device)), config, folder)
 
 
+def _numbers(name: str, value: Any, kind: type) -> npt.NDArray[Any]:
+    """A copy of the numbers. Raises `UserError` for others, and for pictures that are not of bytes."""
+    try:
+        found = np.array(value)
+        if found.dtype.kind not in "biuf" or (kind is np.uint8 and found.dtype != np.uint8):
+            raise ValueError(f"the dtype {found.dtype}")
+        return found.astype(kind, order="C", copy=False)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} is {kind.__name__} for the policy, got {str(error)[:200]}") from error
+
+
 def _part(observation: Any, name: str) -> Any:
     if not isinstance(observation, Mapping) or name not in observation:
         has = shown(sorted(observation)) if isinstance(observation, Mapping) else type(observation).__name__
@@ -111,7 +129,8 @@ def _part(observation: Any, name: str) -> Any:
     return observation[name]
 
 
-def _rows(inputs: Inputs) -> int:
+def rows_of(inputs: Inputs) -> int:
+    """B."""
     for part in (inputs.state, inputs.proprio, *inputs.frames.values()):
         if part is not None:
             return len(part)

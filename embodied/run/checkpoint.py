@@ -475,6 +475,11 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"the checkpoint {folder} is damaged: {wrong}; use an earlier one")
 
 
+def digest(folder: Path) -> str:
+    """sha256 of the manifest, which has the digest of every other file of the checkpoint."""
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
 def _unlisted(folder: Path, expected: Mapping[str, str]) -> str:
     """Readers look at folders and at names that are there: none may be there that was not written."""
     folders = {str(parent) for name in expected for parent in PurePosixPath(name).parents}

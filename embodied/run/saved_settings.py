@@ -45,3 +45,8 @@ def find_run(run: str, runs_dir: Path) -> Path | None:
         if (folder / CONFIG).is_file():
             return folder
     return None
+
+
+def run_of_checkpoint(folder: Path) -> Path | None:
+    """The run below which a checkpoint lies: RUN/checkpoints/000120, or one that is to be removed, a folder deeper."""
+    return next((up for up in list(folder.resolve().parents)[1:3] if (up / CONFIG).is_file()), None)

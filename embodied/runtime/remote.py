@@ -106,11 +106,11 @@ STANDING = ("simulated", "episode", "episode_step", "start", "active", "instruct
 """Fields beyond the request: the state of the environments of a lost far end."""
 OUTCOME = (
     "steps", "reward", "success", "terminated", "truncated", "draw_final",
-    "active", "episode", "episode_step", "start", "times_ns",
+    "active", "episode", "episode_step", "start", "retold", "times_ns",
 )  # fmt: skip
 OBSERVED = ("state", "proprio")
 SHOWN = ("scene",)
-BEGUN = ("instruction",)
+TOLD = ("instruction",)
 ENDED = ("final_state", "final_proprio")
 DRAWN = ("final_scene",)
 ANSWER_BYTES = 64 * 2**10
@@ -371,11 +371,10 @@ def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ..
     """
     reset, ended = slots["op"][envs] == slot_layout.RESET, _ended(slots, envs)
     active = slots["active"][envs]
-    begun = (slots["episode_step"][envs] == 0) | reset
     return [
         (OBSERVED, envs[active | ended | reset]),
         (SHOWN, envs[active & draws]),
-        (BEGUN, envs[active & begun]),
+        (TOLD, envs[active & slots["retold"][envs]]),
         (ENDED, envs[ended]),
         (DRAWN, envs[slots["draw_final"][envs] & draws]),
     ]

@@ -46,7 +46,7 @@ def selection_protocol(config: Config) -> Protocol:
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
     seed, trials = config.seed ^ OTHER_SEEDS, config.eval.every_episodes
     one = replace(protocol, name=None, trials=trials, seed=seed, init_states=None, env_seed=None)
-    return replace(one, seeding="each", unseeded_resets=0)
+    return replace(one, seeding="each", unseeded_resets=0, perturbations={})
 
 
 @dataclass(frozen=True)

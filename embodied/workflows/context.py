@@ -14,6 +14,8 @@ from policies.contract import Policy, PolicySpec
 from policies.registry import check_actions
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
+from sim_farm.graded_axes import graded
+from sim_farm.perturbations import Perturbation
 
 FINALS = {"never": "never", "truncated": "truncated", "always": "ended"}
 """Final frames that are drawn, by which of them are valued."""
@@ -67,7 +69,16 @@ def task_spec(config: Config) -> TaskSpec:
         env.orientation,
         env.gripper,
         tokenizer=env.tokenizer,
+        perturbations=randomisation(config),
     )
+
+
+def randomisation(config: Config) -> tuple[Perturbation, ...]:
+    """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator has not or
+    the policy cannot notice, and for a level out of range."""
+    env = config.env
+    pairs = [(axis, level) for axis in env.perturbed_axes for level in env.perturbed_levels]
+    return tuple(graded(env.task, axis, level, config.policy.reads) for axis, level in pairs)
 
 
 def bootstrap_of(config: Config) -> str:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
+from embodied.workflows.context import randomisation
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from schedulers.workflow import Component, Edge, Loop, Workflow
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes, Starts
@@ -109,7 +110,7 @@ def physics_workers_of(config: Config, cores: int) -> int:
 
 
 def _starts(config: Config) -> Starts:
-    return Starts(config.env.recorded_starts, config.env.start_seeds)
+    return Starts(config.env.recorded_starts, config.env.start_seeds, len(randomisation(config)))
 
 
 def check_episode_groups(config: Config) -> None:

@@ -56,7 +56,7 @@ def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Te
         # In float64, so that the sum's rounding does not depend on how rows are batched.
         shares = torch.softmax(scaled.double(), -1)
         if sampling.top_p < 1:
-            largest, order = shares.sort(-1, descending=True, stable=True)
+            largest, order = shares.sort(dim=-1, descending=True, stable=True)
             dropped = largest.cumsum(-1) - largest >= sampling.top_p  # the first is always kept
             shares = shares.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0.0)
         rising = shares.cumsum(-1)
@@ -69,7 +69,7 @@ def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Te
 def generate(
     model: CausalModel, prompts: Sequence[Sequence[int]], count: int, end: int, noise: Tensor | None, sampling: Sampling
 ) -> Answers:
-    """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C], None for the likeliest.
+    """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C]; None: the likeliest.
 
     What a row says depends on its prompt and its noise, not on its neighbours, but for the rounding of matrix products.
     """
@@ -132,8 +132,8 @@ def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
 
 
 def causal(lengths: Tensor, columns: int) -> Tensor:
-    """bool [B, T, T]: the keys that each of T = `columns` tokens sees, in rows of `lengths` [B] tokens. A token beyond a
-    row's end sees itself, so that its softmax has something to sum."""
+    """bool [B, T, T]: the keys that each of T = `columns` tokens sees, in rows of `lengths` [B] tokens. A token beyond
+    a row's end sees itself, so that its softmax has something to sum."""
     place = torch.arange(columns, device=lengths.device)
     earlier = place[:, None] >= place
     inside = place < lengths[:, None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from policies.contract import PolicyError
 from policies.files import (
@@ -152,7 +152,8 @@ def load_model(folder: Path, dtype: str = "float32") -> CausalModel:
         expected = model.checkpoint_state()
         if model.tied and HEAD in shards.files:  # some programs write it nevertheless
             expected[HEAD] = model.network.lm_head.weight
-        tensors = {f"network.{name}": tensor for name, tensor in shards.read(expected).items()}
+        # Copied: a matrix product may round by where in a mapped file its operands begin.
+        tensors = {f"network.{name}": tensor.clone() for name, tensor in shards.read(expected).items()}
         model.load_state_dict(tensors, assign=True, strict=False)
         model.network.tie_weights()
         _fill_rotary(model)
@@ -180,4 +181,3 @@ def _fill_rotary(model: CausalModel) -> None:
     """The rotary embedding's frequencies are in no file: they are computed where it is built."""
     rotary = model.network.model.rotary_emb
     model.network.model.rotary_emb = type(rotary)(config=model.network.config)
-

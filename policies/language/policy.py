@@ -35,7 +35,7 @@ class LanguageOptions:
     checkpoint: str = ""
     """Directory of a causal language model, as transformers saves it."""
     weights: str = ""
-    """Folder of a saved policy, of which tensors are taken instead of those of `checkpoint`; `policies.load` sets it."""
+    """Folder of a saved policy, whose tensors are taken instead of those of `checkpoint`; `policies.load` sets it."""
     dtype: str = "float32"
     """float32, bfloat16, or checkpoint: as stored."""
     chat: bool = False
@@ -89,7 +89,16 @@ class LanguagePolicy(lora.AdaptedPolicy):
     pretrained = True
     options_type = LanguageOptions
     incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "adapter", "temperature", "top_p", "rows", "gradient_checkpointing", "spec.chunk", "spec.horizon"}
+        {
+            "checkpoint",
+            "adapter",
+            "temperature",
+            "top_p",
+            "rows",
+            "gradient_checkpointing",
+            "spec.chunk",
+            "spec.horizon",
+        }
     )
 
     @classmethod
@@ -144,8 +153,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
             raise PolicyError(f"the tokenizer of {self.options.checkpoint} has {known} tokens, the model knows {rows}")
         if choices != known:
             raise PolicyError(
-                f"the task is answered in {choices} tokens, and the model's tokenizer has {known}: set env.tokenizer to "
-                f"{self.options.checkpoint}"
+                f"the task is answered in {choices} tokens, and the model's tokenizer has {known}: set env.tokenizer "
+                f"to {self.options.checkpoint}"
             )
         self.model.known = known
 

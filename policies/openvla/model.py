@@ -25,15 +25,15 @@ from policies.torchvision_operators import import_torchvision
 
 
 def build_tower(name: str, sizes: Any, image_size: int) -> Any:
-    """timm's vision transformer, whole, without pretrained weights."""
+    """timm's vision transformer, whole, without pretrained weights: they are read or drawn later, and so not here."""
     import_torchvision()
     import timm
     from timm.models.vision_transformer import VisionTransformer
 
     if sizes is not None:
-        return VisionTransformer(**sizes, img_size=image_size, num_classes=0)
+        return VisionTransformer(**sizes, img_size=image_size, num_classes=0, weight_init="skip")
     try:
-        return timm.create_model(name, pretrained=False, num_classes=0, img_size=image_size)
+        return timm.create_model(name, pretrained=False, num_classes=0, img_size=image_size, weight_init="skip")
     except RuntimeError as error:
         raise PolicyError(f"timm has no vision tower {name!r}: {error}") from error
 

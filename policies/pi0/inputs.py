@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.resampling import resize
+from policies.resampling import fit_square
 
 Resize = Literal["pillow", "interpolate"]
 BLACK, OF_LEROBOT_04 = -1.0, -3.0
@@ -30,15 +30,12 @@ def pixel_values(frames: Tensor, size: int, way: Resize, sides: float = BLACK) -
     """uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1, filled up with `sides` where it is interpolated."""
     if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
         raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
+    if way == "pillow":
+        return (fit_square(frames, size, "bilinear").float() / 255 * 2 - 1).permute(0, 3, 1, 2)
     height, width = frames.shape[1:3]
     # The reference divides by the larger of the two ratios and cuts off what is behind the point.
     ratio = max(width / size, height / size)
     rows, columns = int(height / ratio), int(width / ratio)
-    if way == "pillow":
-        top, left = (size - rows) // 2, (size - columns) // 2
-        square = frames.new_zeros(len(frames), size, size, 3)
-        square[:, top : top + rows, left : left + columns] = resize(frames, rows, columns, "bilinear")
-        return (square.float() / 255 * 2 - 1).permute(0, 3, 1, 2)
     pixels = (frames.float() / 255 * 2 - 1).permute(0, 3, 1, 2)
     pixels = functional.interpolate(pixels, (rows, columns), mode="bilinear", align_corners=False).clamp(-1, 1)
     above, beside = (size - rows) // 2, (size - columns) // 2

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from policies.contract import PolicyError
-from policies.registry import nearest
+from policies.scripted.instructions import meant
 from policies.scripted.scene import XYZ, Layout, Pose, Scene, Vector, rotated, turn_between, turned
 
 # --- the steps that scripts are made of
@@ -349,14 +349,9 @@ def act(state: Vector, instruction: str) -> Vector:
 
 
 def find_script(instruction: str) -> Script:
-    """The script for an instruction, whatever its case. Raises `PolicyError` with the nearest there is."""
-    text = instruction.strip().lower()
-    if text not in SCRIPTS:
-        raise PolicyError(
-            f"no script for {instruction!r}{nearest(text, list(SCRIPTS))} (docs/scripted-policies.md lists the "
-            "tasks that have one and says how to write another)"
-        )
-    return SCRIPTS[text]
+    """The script for an instruction. Raises `PolicyError` with the nearest there is."""
+    remedy = " (docs/scripted-policies.md lists the tasks that have one and says how to write another)"
+    return SCRIPTS[meant(instruction, SCRIPTS, remedy)]
 
 
 def towards(scene: Scene, aim: Aim) -> Vector:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from policies.contract import PolicyError
-from policies.registry import nearest
+from policies.scripted.instructions import meant
 from policies.scripted.scene import Vector
 
 ACTION_DIM = 4
@@ -39,9 +39,7 @@ def act(state: Vector, instruction: str) -> Vector:
     """
     if not instruction:
         return np.array((0.0, 0.0, 0.0, -1.0))
-    text = instruction.strip().lower()
-    if text not in INSTRUCTIONS:
-        raise PolicyError(f"no script for {instruction!r}{nearest(text, list(INSTRUCTIONS))}")
+    meant(instruction, INSTRUCTIONS)
     if len(state) != STATE_DIM:
         raise PolicyError(f"the script for {instruction!r} reads a state of {STATE_DIM} numbers, got {len(state)}")
     gripper = state[GRIPPER]

@@ -15,13 +15,16 @@ import functools
 import importlib
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from sim_farm import render_devices
-from sim_farm.contract import FarmError, UInt8
+from sim_farm.backends.camera_poses import MUJOCO, orbited
+from sim_farm.contract import CameraChange, FarmError, UInt8
+from sim_farm.perturbations import CameraPose
 from sim_farm.render_devices import EglDevice
 
 EXTENSIONS, CUDA_DEVICE, PLATFORM_DEVICE = 0x3055, 0x323A, 0x313F
@@ -236,3 +239,54 @@ def _check_drawn(name: str) -> None:
 def _where() -> str:
     wanted = render_devices.requested()
     return "" if wanted is None else f" on {render_devices.name_of(wanted)}"
+
+
+# --- moved cameras
+
+
+class MovedCameras:
+    """The cameras of a model as a perturbation has them. Others may draw with the model, too: they are there only while
+    poses are computed."""
+
+    def __init__(self, model: mujoco.MjModel) -> None:
+        self._model = model
+        self._moved: list[tuple[int, np.ndarray, np.ndarray]] = []
+        """Index, position [3] and unit quaternion [4] of each."""
+
+    def aim(self, changes: Sequence[CameraChange], draw: np.random.Generator) -> None:
+        """See `sim_farm.contract.AimedRenderer.aim`."""
+        self._moved = [moved for change in changes for moved in self._moves(change, draw)]
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """Within the block the model has its cameras so."""
+        model, kept = (
+            self._model,
+            [(i, self._model.cam_pos[i].copy(), self._model.cam_quat[i].copy()) for i, *_ in self._moved],
+        )
+        for index, position, quaternion in self._moved:
+            model.cam_pos[index], model.cam_quat[index] = position, quaternion
+        yield
+        for index, position, quaternion in kept:
+            model.cam_pos[index], model.cam_quat[index] = position, quaternion
+
+    def _moves(self, change: CameraChange, draw: np.random.Generator) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        model = self._model
+        names = [model.camera(i).name for i in range(model.ncam)]
+        standing = [name for i, name in enumerate(names) if model.cam_bodyid[i] == 0]
+        valid = names if isinstance(change, CameraPose) else standing
+        if change.camera is not None and change.camera not in valid:
+            raise FarmError(f"no camera {change.camera!r} can be moved so; valid: {', '.join(valid)}")
+        if isinstance(change, CameraPose):
+            quaternion = np.array(change.quaternion)
+            mujoco.mju_normalize4(quaternion)
+            yield names.index(change.camera), np.array(change.position), quaternion
+            return
+        side = draw.bit_generator.state
+        for name in standing if change.camera is None else [change.camera]:
+            draw.bit_generator.state = side  # all cameras go to the same side
+            index, rotation, quaternion = names.index(name), np.empty(9), np.empty(4)
+            mujoco.mju_quat2Mat(rotation, model.cam_quat[index])
+            position, turned = orbited(model.cam_pos[index].copy(), rotation.reshape(3, 3), MUJOCO, change, draw)
+            mujoco.mju_mat2Quat(quaternion, turned.ravel())
+            yield index, position, quaternion

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from sim_farm.conformance.checks import Law
+from sim_farm.conformance.perturbation_laws import (
+    perturbations_are_a_function_of_seed_and_actions,
+    perturbed_pictures_are_the_same_in_another_process,
+)
 from sim_farm.conformance.physics_laws import (
     actions_are_clipped,
     chunk_equals_single_steps,
@@ -111,6 +115,11 @@ PROMISES = (
         "a policy sees other pictures than those of the state that it acts in; env.cameras stays 0",
     ),
     Promise(
+        "perturbations: an episode that is otherwise is as determined as any",
+        (perturbations_are_a_function_of_seed_and_actions, perturbed_pictures_are_the_same_in_another_process),
+        "no evaluation under perturbations and no env.randomise: eval.axes, eval.event stay empty",
+    ),
+    Promise(
         "mistakes: what cannot be is refused, and the episode under way goes on",
         (
             wrong_control_mode_is_refused,
@@ -123,7 +132,11 @@ PROMISES = (
         "a mistyped setting is not said in one message before a run: it ends the workers, or changes what is simulated",
     ),
 )
-PICTURES = {*RENDER_LAWS, picture_is_the_same_in_another_process}
+PICTURES = {
+    *RENDER_LAWS,
+    picture_is_the_same_in_another_process,
+    perturbed_pictures_are_the_same_in_another_process,
+}
 COMPARED = {
     *EXACT_REPLAY.laws,
     chunk_equals_single_steps,
@@ -134,6 +147,7 @@ COMPARED = {
     observing_changes_no_physics,
     impossible_actions_are_refused,
     impossible_episodes_are_refused,
+    perturbations_are_a_function_of_seed_and_actions,
 }
 """Laws that compare two episodes of the same spec and actions."""
 
@@ -151,7 +165,8 @@ def require_applicable(law: Law, spec: TaskSpec) -> None:
     backend = resolve(spec.name)[0]
     if law in PICTURES and not spec.cameras:
         raise NotApplicable("the task has no camera")
-    if law in EXACT_SPLIT.laws and not backend.exact_split:
+    splits = law in EXACT_SPLIT.laws or law is perturbed_pictures_are_the_same_in_another_process
+    if splits and not backend.exact_split:
         raise NotApplicable("the simulator declares exact_split=False")
     if law in COMPARED and not backend.exact_replay:
         raise NotApplicable("it compares two episodes, and the simulator declares exact_replay=False")

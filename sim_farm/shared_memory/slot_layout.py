@@ -134,6 +134,8 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "state": Field((envs, info.state_dim), "float32", float("nan")),
         "proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
         "instruction": Field((envs, info.instruction_bytes), "uint8", 0),
+        # Whether the last chunk, or reset, has written it: it stays while episodes are told the same.
+        "retold": Field((envs,), "bool", 0),
         "scene": Field((envs, info.scene_bytes), "uint8"),
         "final_state": Field((envs, info.state_dim), "float32", float("nan")),
         "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),

@@ -31,6 +31,8 @@ class PhysicsWorker(Worker):
         """Environments whose episode began with an observation that is not finite."""
         self._lost: set[int] = set()
         """Environments whose episode was lost with a predecessor, and ends with its next chunk."""
+        self._told: dict[int, str] = {}
+        """The instruction in each environment's slot, as far as this worker has written it."""
         bells = self.slots["bells"]
         self._next = {
             env: Doorbell(bells, spec.physics_workers + spec.renderer_of(env))
@@ -111,7 +113,7 @@ class PhysicsWorker(Worker):
         if slots["op"][env] == slot_layout.RESET:
             self._rest(env)
         if spec is None:
-            for key in ("state", "proprio"):
+            for key in ("state", "proprio", "retold"):
                 slots[key][env] = 0
             return
         physics = self._physics[env]
@@ -140,6 +142,7 @@ class PhysicsWorker(Worker):
         slots = self.slots
         if not slots["active"][env]:
             self._rest(env)
+            slots["retold"][env] = False
             return
         if env in self._lost:
             self._end_lost(env)
@@ -189,12 +192,12 @@ class PhysicsWorker(Worker):
         slots["proprio"][env] = 0 if env in self._broken else result.proprio
         if self._draws:
             slots["scene"][env] = result.scene
-        if slots["episode_step"][env] == 0 or slots["op"][env] == slot_layout.RESET:
+        slots["retold"][env] = result.instruction != self._told.get(env)
+        if slots["retold"][env]:
             self._instruct(env, result)
 
     def _instruct(self, env: int, result: PhysicsResult) -> None:
-        """The instruction is constant during an episode, so it is written at its beginning only."""
-        slots = self.slots
+        slots, self._told[env] = self.slots, result.instruction
         text = result.instruction.encode()
         if len(text) > slots["instruction"].shape[1]:
             raise FarmError(

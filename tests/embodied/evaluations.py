@@ -40,9 +40,17 @@ def assert_same_episodes(a: EvalFolder, b: EvalFolder) -> None:
         assert np.array_equal(a.actions(outcome), b.actions(outcome)), f"other actions in {outcome}"
 
 
-def trained(runs_dir: Path, name: str, seed: int, iterations: int = 1, **optim: Any) -> Path:
+def trained(
+    runs_dir: Path,
+    name: str,
+    seed: int,
+    iterations: int = 1,
+    sections: dict[str, dict[str, Any]] | None = None,
+    **optim: Any,
+) -> Path:
+    """A run's folder. `sections` has further keys of the configuration's sections."""
     small = {"iterations": iterations, "name": name, "seed": seed, "stop_at_success": None, "optim": optim}
-    sections = {
+    every: dict[str, Any] = {
         **small,
         "env": {"task": "tabletop/reach", "num_envs": 8},
         "policy": {"options": {"widths": [64, 64]}},
@@ -51,7 +59,8 @@ def trained(runs_dir: Path, name: str, seed: int, iterations: int = 1, **optim: 
         "eval": {"episodes": 4, "videos": 0},
         "runtime": {"mode": "inline"},
     }
-    return Path(train_run(parse_config(sections, "test"), "reach", runs_dir, False)["report"]).parent
+    every |= {section: every[section] | own for section, own in (sections or {}).items()}
+    return Path(train_run(parse_config(every, "test"), "reach", runs_dir, False)["report"]).parent
 
 
 def refusal(folder: Path, settings: Config, kind: type[Exception] = UserError, **how: Any) -> str:

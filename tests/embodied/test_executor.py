@@ -17,7 +17,6 @@ from embodied.execution.session import Session
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.context import make_policy
 from policies.contract import PolicySpec
-from tests import libero_assets
 from tests.embodied.runs import (
     CORES,
     GROUPS,
@@ -147,7 +146,11 @@ def shapes() -> dict[str, Assignment]:
     }
 
 
-@pytest.mark.parametrize("settings", [STATES, IMAGES, GROUPS], ids=["states", "images", "groups"])
+@pytest.mark.parametrize(
+    "settings",
+    [STATES, pytest.param(IMAGES, marks=pytest.mark.slow), GROUPS],
+    ids=["states", "images", "groups"],
+)
 def test_groups_and_workers_change_no_more_than_the_rounding(settings: dict[str, Any], reference: Reference) -> None:
     runs = {name: reference(settings, plan) for name, plan in shapes().items()}
     expected = runs["1 groups, 1 workers"]
@@ -260,7 +263,6 @@ def test_renderers_of_maniskill_may_leave(name: str, ray: Session, reference: Re
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused", "split", "split in 4, 2 groups", "hybrid", "split, context switches"])
 def test_every_plan_computes_the_same_on_libero(name: str, ray: Session, reference: Reference, tmp_path: Path) -> None:
-    libero_assets.require()
     plan = {**PLANS, **DRAWING}[name]
     found = run(LIBERO, ray, plan, tmp_path / "ray")
     assert_was_a_test(found)

@@ -69,7 +69,7 @@ def test_an_evaluation_and_a_page_are_had_of_a_run(trained: TrainingResult) -> N
 
 def test_a_policy_acts_for_one_observation_or_a_batch(trained: TrainingResult) -> None:
     policy = embodied.load_policy(trained.run)
-    assert policy.checkpoint.name == "000003"
+    assert policy.checkpoint is not None and policy.checkpoint.name == "000003"
     states = np.random.default_rng(0).standard_normal((3, policy.spec.state_dim), np.float32)
     batch = policy.act({"state": states})
     assert batch.shape == (3, 1, policy.spec.action_dim) and batch.dtype == np.float32

@@ -25,7 +25,7 @@ def write_folder(path: Path) -> Path:
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"episodes": TRIALS})})
     protocol = protocol_of(config)
     with open_folder(path, Identity(protocol, {"kind": "mlp", "chunk": 1}), config, resume=False) as folder:
-        for trial, spec in enumerate(protocol.episodes()):
+        for trial, spec in enumerate(protocol.episodes(config.env.task)):
             actions = np.random.default_rng(trial).normal(size=(2, 3)).astype(np.float32)
             folder.add(EpisodeResult(config.env.task, trial, spec, trial > 0, trial > 0, 0.5, 2, 50, actions))
     return path

@@ -24,7 +24,7 @@ from embodied.execution.session import open_session
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training import loop as training
-from tests import libero_assets
+from tests.variants import often
 
 RECORD = Path(__file__).with_name("golden_parameters.json")
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -99,12 +99,8 @@ def processor() -> str:
     return next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=pytest.mark.slow) if run.startswith("libero") else run for run in RUNS]
-)
+@pytest.mark.parametrize("run", often(("reach by ppo", "reach by grpo", "openvla tiny"), RUNS))
 def test_the_same_seeds_give_the_parameters_that_were_recorded(run: str, tmp_path: Path) -> None:
-    if run.startswith("libero"):
-        libero_assets.require()
     recorded = json.loads(RECORD.read_text())
     found = parameters_after(run, tmp_path)
     assert sums(found) == pytest.approx(recorded["runs"][run]["sums"], rel=1e-3, abs=1e-2)

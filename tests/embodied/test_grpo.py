@@ -90,6 +90,7 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(changes: dict[str, Any], tm
 # --- and it learns
 
 
+@pytest.mark.slow  # test_golden_parameters.py knows what such a run learns, to the last bit
 def test_the_return_rises(tmp_path: Path) -> None:
     """Two seeds: from hardly moving to a goal that is reached in most episodes, in 25 iterations."""
     config = config_of(

@@ -23,9 +23,6 @@ from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
 from sim_farm.shared_memory.slot_layout import FarmSpec
-from tests import libero_assets
-
-libero_assets.require()
 
 TASK = TaskSpec("libero/libero_spatial/0", cameras=2, image_size=32, max_episode_steps=5)
 CHUNKS, CHUNK = 4, 2

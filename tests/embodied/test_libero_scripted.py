@@ -21,10 +21,7 @@ from sim_farm.backends.libero.environment import parts
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.tasks import find_task, task_names
 from sim_farm.contract import EpisodeSpec, TaskSpec
-from tests import libero_assets
 from tests.variants import often
-
-libero_assets.require()
 
 SUITES = ("libero_goal", "libero_spatial", "libero_object")
 SCRIPTED = [

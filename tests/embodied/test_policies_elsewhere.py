@@ -14,7 +14,6 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.execution.session import Session, open_session
-from tests import libero_assets
 from tests.embodied import runs
 from tests.embodied.ray_nodes import Machines, started
 from tests.embodied.runs import Run, assigned, inline
@@ -54,8 +53,6 @@ def machines() -> Iterator[Machines]:
 @pytest.mark.parametrize("case", CASES)
 def test_on_two_nodes_it_learns_what_one_process_learns(case: str, machines: Machines, tmp_path: Path) -> None:
     """The same episodes, the first trajectories bit for bit, parameters after three iterations to 1e-5."""
-    if case == "libero":
-        libero_assets.require()
     learned_alike_apart(CASES[case], machines, tmp_path)
 
 

@@ -15,7 +15,7 @@ from embodied.config.files import CONFIGS, load_config, shipped_configs
 from embodied.training.dry_run import dry_run
 from embodied.training.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
-from tests import libero_assets
+from tests.sim_farm.libero_stock import settings_naming
 
 VERBS = ("train", "eval", "profile", "compare", "record", "sft")
 
@@ -121,11 +121,11 @@ def test_a_checkpoint_folder_that_is_missing_or_incomplete_is_refused_before_ray
 
 @pytest.mark.parametrize("verb", ("train", "eval", "profile", "record"))
 def test_missing_assets_are_refused_before_ray_is_started(
-    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("EMBODIED_LIBERO_ASSETS", "nowhere")
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(settings_naming(tmp_path, Path("/nowhere"))))
     output = refusal(capsys, *command(verb, "libero_spatial_ppo"))
-    assert "EMBODIED_LIBERO_ASSETS names nowhere, which does not exist" in output
+    assert f"{tmp_path}/config.yaml names '/nowhere' as assets, which is no folder" in output
 
 
 def test_an_initial_policy_that_is_not_there_is_refused_before_ray_is_started(
@@ -152,8 +152,6 @@ def test_a_policy_without_weights_is_not_trained(name: str, capsys: pytest.Captu
 @pytest.mark.parametrize("name", COMPLETE)
 def test_what_is_right_goes_on_to_start_ray(name: str) -> None:
     """Every shipped configuration whose weights are here."""
-    if load_config(name).env.task.startswith("libero/"):
-        libero_assets.require()
     with pytest.raises(RayStarted):
         cli.main(["train", name])
 

@@ -16,9 +16,10 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.recovery import FILE, Recovery
-from embodied.execution.session import open_session
+from embodied.execution.session import Session, open_session
 from embodied.run.folder import prepare_run
 from embodied.runtime.api import RuntimeLost
+from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train
@@ -50,8 +51,11 @@ def config_of(mode: str, deadline_s: float = 240.0) -> Config:
     return parse_config(settings, "test")
 
 
-def run(config: Config, folder: Path) -> dict[str, Any]:
+def run(config: Config, folder: Path, shared: RayRuntime | None = None) -> dict[str, Any]:
+    """The result of a run in a Ray of its own, or in the one that is shared."""
     prepare_run(config, folder, False)
+    if shared is not None:
+        return train(config, folder, Session(config, shared, tuple(sorted(os.sched_getaffinity(0)))), None)
     with open_session(config) as session:
         return train(config, folder, session, None)
 
@@ -65,21 +69,27 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def disturbed(
-    found: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Config
+    found: list[dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: Config,
+    shared: RayRuntime | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     file = tmp_path / "faults.json"
     file.write_text(json.dumps(found))
     monkeypatch.setenv(faults.VARIABLE, str(file))
-    result = run(config, tmp_path / "run")
+    result = run(config, tmp_path / "run", shared)
     for number in range(len(found)):
         assert Path(f"{file}.fired-{number}").exists(), "the fault has not struck"
     return tmp_path / "run", result
 
 
 def test_a_run_that_loses_workers_ends_as_one_that_lost_none(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_runtime: RayRuntime
 ) -> None:
-    folder, result = disturbed(list(FAULTS.values()), tmp_path, monkeypatch, config_of("ray"))
+    for name in ("_spare", "_hosts"):  # processes that were started before know nothing of the faults
+        monkeypatch.setattr(ray_runtime, name, [])
+    folder, result = disturbed(list(FAULTS.values()), tmp_path, monkeypatch, config_of("ray"), ray_runtime)
     assert_same_run(folder, undisturbed)
     assert result["recoveries"] == len(FAULTS)
     rows = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]

@@ -14,7 +14,6 @@ import pytest
 
 from embodied.runtime import remote
 from embodied.runtime.remote import (
-    BEGUN,
     DRAWN,
     ENDED,
     OBSERVED,
@@ -22,6 +21,7 @@ from embodied.runtime.remote import (
     REQUEST,
     SHOWN,
     STANDING,
+    TOLD,
     FarLost,
     FarPhysics,
     Relay,
@@ -201,7 +201,7 @@ def test_a_snapshot_is_restored_behind_a_relay() -> None:
 
 def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     """Whoever adds a field to the slots decides here whether a far end needs it."""
-    answers = {*OUTCOME, *OBSERVED, *SHOWN, *BEGUN, *ENDED, *DRAWN}
+    answers = {*OUTCOME, *OBSERVED, *SHOWN, *TOLD, *ENDED, *DRAWN}
     carried = {*REQUEST, *STANDING, *answers, "history"}
     own = {"bells", "stop", "phase", "since_ns", "requested_ns", "physics_of", "built", "message", "wire_bytes"}
     client = {"drawn", "collected"}

@@ -39,7 +39,6 @@ from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.conftest import SharedRay
 from tests.embodied.shared_blocks import mapped
 from tests.embodied.test_relay import STATES
-from tests.variants import often
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +79,8 @@ def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
 # --- the same result
 
 
-@pytest.mark.parametrize("groups", often((2,), (1, 2)))
+@pytest.mark.slow  # every plan is compared in test_executor.py, the loop and its checkpoints in test_recovery.py
+@pytest.mark.parametrize("groups", (1, 2))
 def test_training_under_ray_equals_training_inline(groups: int, cluster: RayRuntime, tmp_path: Path) -> None:
     """To the last bit: workers, batches and threads are the same, only the processes are not."""
     config = config_of(groups)
@@ -472,7 +472,7 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
 
 
 def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime, shared_ray: SharedRay) -> None:
-    """The last test: it closes the cluster that the others share."""
+    """The last test of all that share the cluster (tests/conftest.py): it closes it."""
     cluster.prepare(1)
     with session_of(config_of(), cluster).farm(STATES) as farm:
         family = family_of(os.getpid())

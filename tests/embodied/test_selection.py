@@ -121,7 +121,8 @@ def test_an_evaluation_that_other_settings_began_is_begun_anew(selected: Path, t
 
 def test_its_episodes_are_neither_those_of_training_nor_those_of_the_end() -> None:
     config = config_of(1)
-    chosen, final = ({spec.seed for spec in of(config).episodes()} for of in (selection_protocol, protocol_of))
+    protocols = (of(config) for of in (selection_protocol, protocol_of))
+    chosen, final = ({spec.seed for spec in protocol.episodes(config.env.task)} for protocol in protocols)
     assert len(chosen) == 24 and len(final) == 100 and not chosen & final
     libero = load_config("libero_scripted").model_copy(
         update={

@@ -48,8 +48,12 @@ def test_a_policy_that_draws_by_itself_is_found_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name it with --policy my_package.my_policy:MyPolicy"),
-        (("--policy", "strange:OwnDice", "--sizes", '{"state": 3}'), "--sizes has no 'state'; valid: action_dim"),
+        pytest.param((), "name it with --policy my_package.my_policy:MyPolicy", marks=pytest.mark.slow),
+        pytest.param(
+            ("--policy", "strange:OwnDice", "--sizes", '{"state": 3}'),
+            "--sizes has no 'state'; valid: action_dim",
+            marks=pytest.mark.slow,
+        ),
         (("--policy", "strange:OwnDice", "--options", '{"sdt": 3}'), "no architecture argument 'sdt'"),
     ],
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from sim_farm.backends import mujoco_gl
+from sim_farm.backends.libero.assets import assets
 from sim_farm.backends.libero.environment import FIELDS
-from sim_farm.backends.libero.package import assets, prepare
+from sim_farm.backends.libero.package import prepare, settings_file
 from sim_farm.backends.libero.tasks import find_task, initial_states
 
 SIZE = 64
@@ -27,6 +30,17 @@ def stock_environment(task: str, size: int | None = None, cameras: tuple[str, ..
     return wrapper.OffScreenRenderEnv(
         bddl_file_name=bddl, camera_names=list(cameras), camera_heights=size, camera_widths=size
     )
+
+
+def settings_naming(folder: Path, own_assets: Path | None) -> Path:
+    """The folder, made, with a settings file of LIBERO that names the task files that are here, and those assets."""
+    prepare()
+    settings = yaml.safe_load(settings_file().read_text())
+    settings.pop("assets", None)
+    folder.mkdir(exist_ok=True)
+    named = {} if own_assets is None else {"assets": str(own_assets)}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | named))
+    return folder
 
 
 def begin(env: Any, task: str, seed: int, init_state: int | None) -> dict[str, np.ndarray]:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from scipy.stats import linregress
 
-from sim_farm.backends.libero import package, tasks
+from sim_farm.backends.libero import tasks
+from sim_farm.backends.libero.assets import assets
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.conformance.checks import name_of
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
@@ -24,18 +25,16 @@ from sim_farm.conformance.process_laws import PROCESS_LAWS
 from sim_farm.conformance.render_laws import RENDER_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
 from tests.sim_farm.libero_stock import (
     SIZE,
     assert_models_equal,
     assert_states_equal,
     random_actions,
+    settings_naming,
     simulator,
 )
 from tests.variants import often
-
-libero_assets.require()
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 ALL = [f"libero/{name}" for name in tasks.task_names()]
@@ -249,7 +248,7 @@ def test_an_initial_state_out_of_range_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_missing_asset_is_named(tmp_path: Path) -> None:
-    whole = package.assets()
+    whole = assets()
     partial = tmp_path / "assets"
     partial.mkdir()
     for folder in whole.iterdir():
@@ -258,22 +257,9 @@ def test_a_missing_asset_is_named(tmp_path: Path) -> None:
     (partial / "stable_hope_objects").mkdir()
     output = run_python(
         "from sim_farm import *; make_physics(TaskSpec('libero/libero_object/0'))",
-        {package.ASSETS_VARIABLE: str(partial)},
+        {"LIBERO_CONFIG_PATH": str(settings_naming(tmp_path / "settings", partial))},
     )
     assert "FarmError" in output and "stable_hope_objects" in output and ".xml" in output, output[-600:]
-
-
-@pytest.mark.parametrize("kind", ["absent", "empty", "truncated"])
-def test_assets_that_are_absent_or_truncated_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "assets"
-    if kind == "empty":
-        path.mkdir()
-    if kind == "truncated":
-        path = tmp_path / "assets.tar.xz"
-        source = next((archive for archive in package.ARCHIVES if archive.is_file()), None)
-        path.write_bytes(source.read_bytes()[:100_000] if source else b"\xfd7zXZ\x00 cut short")
-    with pytest.raises(FarmError, match=str(path)):
-        package._assets(str(path))
 
 
 @pytest.mark.slow
@@ -283,7 +269,7 @@ def test_first_use_asks_nothing_and_physics_loads_no_opengl(tmp_path: Path) -> N
         "p.reset(EpisodeSpec(0));"
         "print('OPENGL', any(m.split('.')[0] == 'OpenGL' for m in sys.modules))"
     )
-    output = run_python(code, {"HOME": str(tmp_path), package.ASSETS_VARIABLE: str(package.assets())})
+    output = run_python(code, {"HOME": str(tmp_path)})
     assert "OPENGL False" in output, output[-600:]
     assert not (tmp_path / ".libero").exists() or not list((tmp_path / ".libero").iterdir())
 

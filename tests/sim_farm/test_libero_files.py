@@ -17,9 +17,6 @@ import yaml
 
 from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.package import prepare
-from tests import libero_assets
-
-libero_assets.require()
 
 TASK = "libero_goal/0"
 SCRIPT = f"""

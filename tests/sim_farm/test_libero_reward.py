@@ -14,10 +14,7 @@ from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.reward import HELD
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
-from tests import libero_assets
 from tests.variants import often
-
-libero_assets.require()
 
 PLATE, DRAWER, KNOB, BASKET = "libero_goal/8", "libero_goal/0", "libero_goal/7", "libero_object/0"
 CLOSE, TURN_OFF = "libero_90/33", "libero_90/39"

@@ -12,12 +12,9 @@ from sim_farm.backends.libero.environment import stream_of
 from sim_farm.backends.libero.tasks import find_task, initial_states
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
-from tests import libero_assets
 from tests.sim_farm import libero_stock as stock
 from tests.sim_farm.libero_stock import SIZE, assert_models_equal, assert_states_equal, backend_of, random_actions
 from tests.variants import often
-
-libero_assets.require()
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 SETTLE, REST = 10, [0.0] * 6 + [-1.0]

@@ -18,7 +18,6 @@ from sim_farm.conformance.physics_laws import PHYSICS_LAWS
 from sim_farm.conformance.render_laws import RENDER_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
-from tests.libero_assets import require
 
 MANISKILL = """
 import sapien
@@ -99,7 +98,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def suites(folder: Path) -> Iterator[Path]:
-    require()
     libero.prepare()
     from libero.libero.benchmark import BENCHMARK_MAPPING
 

@@ -15,7 +15,6 @@ from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
-from tests import libero_assets
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 from tests.sim_farm.test_workers import Fate, MortalWorkers, processes, until
 from tests.variants import often
@@ -181,7 +180,6 @@ def drives_alike(task: TaskSpec, actions: int) -> None:
 
 @pytest.mark.slow
 def test_frames_of_libero_do_not_change() -> None:
-    libero_assets.require()
     drives_alike(TaskSpec("libero/libero_spatial/0"), 7)
 
 

@@ -13,12 +13,9 @@ from sim_farm.catalogue import task_names
 from sim_farm.conformance.checks import ONE, assert_equal, random_actions
 from sim_farm.contract import Float32
 from sim_farm.registry import make_physics
-from tests import libero_assets
 from tests.sim_farm.histories import KINDS, digest, histories, in_a_new_one, played, task_of
 from tests.sim_farm.readable import differences, readable
 from tests.variants import often
-
-libero_assets.require()
 
 OTHERWISE = {
     r"_data\.timer\b": "how long MuJoCo took",

@@ -32,5 +32,6 @@ BACKEND = Backend(
     rewards=("sparse", "dense"),
     files=task_files,
     drawn_by=drawn_by,
+    axes={"camera": 10.0, "start": 0.1, "objects": 0.01},
     prepare=prepare,
 )

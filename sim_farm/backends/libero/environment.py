@@ -15,12 +15,12 @@ control step, from what `mj_step` computed before it integrated: the positions a
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import importlib
 import io
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.backends.libero.package import assets, prepare
+from sim_farm.backends.libero.assets import assets
+from sim_farm.backends.libero.package import prepare
 from sim_farm.backends.libero.tasks import LiberoTask
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import FarmError, UInt8
@@ -73,19 +74,20 @@ def callers_generator() -> Iterator[None]:
 FIELDS = ("body_pos", "body_quat", "site_rgba")
 """All fields of a model that a reset or a task's logic changes (tests/sim_farm/test_libero.py looks at every one)."""
 CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "galleryview", "sideview", "birdview", "paperview")
-CACHED_MODELS = 8
-"""Compiled tasks that a process keeps while they are not used."""
+CACHED_MODELS = 2
+"""Compiled tasks that a process keeps while they are not used: with its textures one takes up to 400 MB."""
+NOTHING = "<mujoco/>"
 
 
 class SharedModel:
     """A compiled task. Exactly one user's `FIELDS` are in it at a time."""
 
-    def __init__(self, model: mujoco.MjModel, parts_dim: int) -> None:
+    def __init__(self, model: mujoco.MjModel, pristine: dict[str, np.ndarray], parts_dim: int) -> None:
         self.model = model
+        self.pristine = pristine
+        """`FIELDS` of the model as compiled."""
         self.parts_dim = parts_dim
         """Numbers of the state that belong to objects and fixtures."""
-        self.pristine = {name: getattr(model, name).copy() for name in FIELDS}
-        """The model as compiled."""
         self._user: ModelUser | None = None
 
     def hand_to(self, user: ModelUser) -> None:
@@ -118,17 +120,34 @@ class ModelUser:
             getattr(self.shared.model, name)[...] = array
 
 
+_used: weakref.WeakValueDictionary[LiberoTask, SharedModel] = weakref.WeakValueDictionary()
+"""What somebody in this process uses, kept or not."""
+
+
 @functools.lru_cache(maxsize=CACHED_MODELS)
 def shared_model(task: LiberoTask) -> SharedModel:
     """The task's model, compiled at the first call."""
-    compiled: list[mujoco.MjModel] = []
+    found = _used.get(task)
+    if found is None:
+        found = _used[task] = _compiled(task)
+    return found
+
+
+def _compiled(task: LiberoTask) -> SharedModel:
+    compiled: list[tuple[mujoco.MjModel, dict[str, np.ndarray]]] = []
 
     def compile_model(xml: str) -> mujoco.MjModel:
-        compiled.append(mujoco.MjModel.from_xml_string(xml))
-        return copy.copy(compiled[0])  # an environment moves fixtures as soon as it is built
+        if not compiled:
+            model = mujoco.MjModel.from_xml_string(xml)
+            # Copied at once: an environment moves fixtures as soon as it is built.
+            compiled.append((model, {name: getattr(model, name).copy() for name in FIELDS}))
+            # MuJoCo keeps what it parsed last, here 200 MB of textures, until it parses something else.
+            mujoco.MjModel.from_xml_string(NOTHING)
+        return compiled[0][0]
 
     env = _build(task, compile_model)
-    return SharedModel(compiled[0], sum(7 + len(joints) for _, joints in parts(env)))
+    model, pristine = compiled[0]
+    return SharedModel(model, pristine, sum(7 + len(joints) for _, joints in parts(env)))
 
 
 def build_environment(task: LiberoTask, user: ModelUser) -> Any:

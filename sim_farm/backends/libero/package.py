@@ -13,24 +13,16 @@ import importlib
 import importlib.util
 import os
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from sim_farm.cache_folder import cache
 from sim_farm.contract import FarmError
 
-ASSETS_VARIABLE = "EMBODIED_LIBERO_ASSETS"
 SETTINGS_VARIABLE, SETTINGS = "LIBERO_CONFIG_PATH", "config.yaml"
-"""LIBERO's own: the folder of its settings file, which says where task files and initial states are."""
-SOURCE_TREE = Path(__file__).resolve().parents[3]
-ARCHIVES = (SOURCE_TREE / "assets" / "libero-assets.tar.xz", SOURCE_TREE.parent / "shared" / "libero-assets.tar.xz")
-"""Places of an archive of the assets that are searched if no setting names one."""
-PROBES = ("scenes", "articulated_objects", "stable_hope_objects", "stable_scanned_objects", "turbosquid_objects")
-"""Folders that a complete set of assets has."""
+"""LIBERO's own: the folder of its settings file, which says where task files, initial states and assets are."""
 
 
 @functools.cache
@@ -40,80 +32,7 @@ def prepare() -> None:
     if spec is None or spec.submodule_search_locations is None or importlib.util.find_spec("robosuite") is None:
         raise FarmError("LIBERO's tasks need the packages hf-libero and robosuite: pip install 'embodied-farm[libero]'")
     _settle_settings(Path(next(iter(spec.submodule_search_locations))) / "libero")
-    _import_robosuite_without_opengl()
-
-
-def assets() -> Path:
-    """The folder with LIBERO's meshes and textures, found and checked once.
-
-    `EMBODIED_LIBERO_ASSETS` names it, or a .tar.xz of it; without it, LIBERO's own folder, an archive in the
-    source tree, or LIBERO's own download are taken. Raises `FarmError` that says which file is missing.
-    """
-    return _assets(os.environ.get(ASSETS_VARIABLE))
-
-
-@functools.cache
-def _assets(named: str | None) -> Path:
-    prepare()
-    libero: Any = importlib.import_module("libero.libero")
-    folder = _find_assets(named, Path(str(libero.__file__)).parent / "assets")
-    missing = [name for name in PROBES if not (folder / name).is_dir()]
-    if missing:
-        raise FarmError(
-            f"LIBERO's assets in {folder} are incomplete: {folder / missing[0]} is missing. Set {ASSETS_VARIABLE} to "
-            "LIBERO's `assets` folder or to an archive of it"
-        )
-    libero._assets_path_cache = str(folder)
-    return folder
-
-
-def _find_assets(named: str | None, own: Path) -> Path:
-    if named:
-        path = Path(named).expanduser()
-        if path.is_dir():
-            return path
-        if path.is_file():
-            return unpack(path)
-        raise FarmError(f"{ASSETS_VARIABLE} names {path}, which does not exist: name LIBERO's `assets` folder")
-    if own.is_dir():
-        return own
-    for archive in ARCHIVES:
-        if archive.is_file():
-            return unpack(archive)
-    return _download()
-
-
-def unpack(archive: Path) -> Path:
-    """The folder that holds the archive's content, unpacked once into the cache. Raises `FarmError` if damaged."""
-    stat = archive.stat()
-    key = hashlib.sha256(f"{archive.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    target = cache() / f"libero-assets-{key}"
-    if not target.is_dir():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            try:
-                with tarfile.open(archive) as tar:
-                    tar.extractall(folder, filter="data")
-            except (tarfile.TarError, EOFError, OSError, ValueError) as error:
-                raise FarmError(f"{archive} is damaged or incomplete ({error}): fetch it again") from error
-            try:
-                Path(folder).rename(target)  # complete or absent, also when several workers unpack at once
-            except OSError:
-                pass
-            Path(folder).mkdir(exist_ok=True)
-    inside = [path for path in target.iterdir() if path.is_dir()]
-    return inside[0] if len(inside) == 1 else target
-
-
-def _download() -> Path:
-    try:
-        module = importlib.import_module("libero.libero.utils.download_utils")
-        return Path(module.download_assets_from_huggingface())
-    except Exception as error:  # Whatever the hub's client raises, the remedy is the same.
-        raise FarmError(
-            f"LIBERO's assets are not on this machine and cannot be downloaded ({type(error).__name__}). Set "
-            f"{ASSETS_VARIABLE} to LIBERO's `assets` folder or to an archive of it"
-        ) from error
+    import_robosuite()
 
 
 def settings_file() -> Path:
@@ -168,8 +87,11 @@ def _check_settings(path: Path) -> None:
             raise FarmError(f"LIBERO's settings file {path} names {folder!r} as {key}, which is no folder: {remedy}")
 
 
-def _import_robosuite_without_opengl() -> None:
-    """robosuite's macros are loaded ahead of it, with drawing switched off, as its import already reads them."""
+def import_robosuite() -> None:
+    """Make robosuite importable, where LIBERO is not wanted too.
+
+    Its macros are loaded ahead of it, with drawing switched off, as its import already reads them.
+    """
     if "robosuite" in sys.modules:
         return
     from sim_farm.backends.mujoco_gl import mujoco  # noqa: F401  (binds no platform either)

@@ -36,10 +36,12 @@ from sim_farm.contract import (
     FarmError,
     Float32,
     PhysicsResult,
+    SceneChange,
     SimulatorState,
     TaskInfo,
     TaskSpec,
 )
+from sim_farm.perturbations import RobotOffset, direction
 
 CONTROL_MODES = ("osc_pose",)
 ACTION_DIM = 7
@@ -110,6 +112,32 @@ class LiberoPhysics:
             self._begin_at(start[STATE].astype(np.float64))
             self._control = Control(self._env)
             continue_control(self._env, start)
+        self._gain()
+        return self._result([], [], False, False)
+
+    def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
+        """The objects are the movable ones, not the fixtures. What moves is at rest, and the controller aims from where
+        the robot now is."""
+        self._user.take()
+        env, model, data = self._env, self._user.shared.model, self._data
+        robot = env.robots[0]
+        if isinstance(change, RobotOffset):
+            joints, speeds = list(robot._ref_joint_pos_indexes), list(robot._ref_joint_vel_indexes)
+            low, high = model.jnt_range[[model.joint(name).id for name in robot.robot_joints]].T
+            data.qpos[joints] = np.clip(data.qpos[joints] + change.norm * direction(draw, len(joints)), low, high)
+            data.qvel[speeds] = 0.0
+        else:
+            shift = change.distance * direction(draw, 2)
+            for name in env.objects_dict:
+                joint = model.jnt_qposadr[model.body_jntadr[env.obj_body_id[name]]]
+                data.qpos[joint : joint + 2] += shift
+        env.sim.forward()
+        if isinstance(change, RobotOffset):
+            robot.controller.update(force=True)
+            robot.controller.reset_goal()
+        env._check_success()
+        env._post_process()
+        self._sense(data.qpos.copy())
         self._gain()
         return self._result([], [], False, False)
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from sim_farm.backends.libero.environment import ModelUser, SceneLayout, shared_model
 from sim_farm.backends.libero.physics import describe
 from sim_farm.backends.libero.tasks import find_task
-from sim_farm.backends.mujoco_gl import Canvas, mujoco
-from sim_farm.contract import TaskSpec, UInt8, new_frames
+from sim_farm.backends.mujoco_gl import Canvas, MovedCameras, mujoco
+from sim_farm.contract import CameraChange, TaskSpec, UInt8, new_frames
 
 MAX_GEOMS = 1000
 COLLISION_GROUP = 0
@@ -31,7 +33,11 @@ class LiberoRenderer:
         self._user = ModelUser(shared)
         self._layout = SceneLayout(shared)
         self._data = mujoco.MjData(shared.model)
+        self._cameras = MovedCameras(shared.model)
         self._canvas: Canvas | None = None
+
+    def aim(self, changes: Sequence[CameraChange], draw: np.random.Generator) -> None:
+        self._cameras.aim(changes, draw)
 
     def render(
         self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
@@ -43,7 +49,8 @@ class LiberoRenderer:
         frames = new_frames(len(scenes), cameras, size) if out is None else out
         self._canvas.make_current()
         for index, scene in enumerate(scenes):
-            self._layout.unpack(scene, self._user, self._data)
+            with self._cameras.there():
+                self._layout.unpack(scene, self._user, self._data)
             for name in cameras:
                 self._canvas.draw(self._data, model.camera(name).id, frames[name][index])
         return frames

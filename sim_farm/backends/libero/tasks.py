@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sim_farm.backends.libero.assets import foreign_assets
 from sim_farm.backends.libero.package import prepare, settings_file
 from sim_farm.cache_folder import cache
 from sim_farm.contract import FarmError, TaskFiles
@@ -121,13 +122,14 @@ def task_files(name: str) -> TaskFiles:
     digest = hashlib.sha256(json.dumps([task.instruction, bddl, initial]).encode()).hexdigest()
     published = _published().get(f"{task.suite}/{task.index}")
     if published is None or digest == published["digest"]:
-        return TaskFiles(digest)
+        return TaskFiles(digest, foreign_assets())
     foreign = [
         f"{path} is not LIBERO's own file (named by {settings_file()})"
         for path, found, own in ((task.bddl, bddl, published["bddl"]), (task.initial, initial, published["initial"]))
         if found != own
     ]
-    return TaskFiles(digest, tuple(foreign or [f"the instruction {task.instruction!r} is not LIBERO's own"]))
+    foreign = foreign or [f"the instruction {task.instruction!r} is not LIBERO's own"]
+    return TaskFiles(digest, (*foreign, *foreign_assets()))
 
 
 @functools.cache

@@ -27,28 +27,33 @@ import numpy as np
 import numpy.typing as npt
 import sapien
 import torch
+from mani_skill.agents.controllers.pd_joint_pos import PDJointPosMimicController
 from mani_skill.sensors.camera import parse_camera_configs
 from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
+from sim_farm.backends.camera_poses import SAPIEN, orbited
 from sim_farm.backends.maniskill import two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill.rendering import drawn_by, light_cameras, make_on_device
-from sim_farm.backends.maniskill.speed import controllers, frozen_poses, short_collections, speed_up
+from sim_farm.backends.maniskill.speed import controllers, frozen_poses, robots, short_collections, speed_up
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.contract import (
     INSTRUCTION_BYTES,
     Backend,
+    CameraChange,
     EpisodeOver,
     EpisodeSpec,
     FarmError,
     Float32,
     PhysicsResult,
+    SceneChange,
     SimulatorState,
     TaskInfo,
     TaskSpec,
     UInt8,
     new_frames,
 )
+from sim_farm.perturbations import CameraPose, ObjectOffset, RobotOffset, direction
 
 DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
 
@@ -147,6 +152,8 @@ class ManiSkillPhysics:
         self._seed = 0
         self._recorded = False
         """True if a recording is followed: to its end, solved or not."""
+        if not _objects(self._env) and any(isinstance(c, ObjectOffset) for p in spec.perturbations for c in p.scene):
+            raise FarmError(f"{spec.name} has no movable object: it has the axes camera and start, not objects")
 
     def _prepare(self) -> None:
         """Find the parts of the scene again, after ManiSkill has rebuilt it."""
@@ -167,6 +174,20 @@ class ManiSkillPhysics:
         if self._env.reconfiguration_freq != 0:
             self._prepare()
         self._left = self.info.max_episode_steps
+
+    def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
+        """The objects are the actors that are neither static nor kinematic; what moves is at rest. Several robots are
+        each displaced by themselves."""
+        with torch.inference_mode():
+            if isinstance(change, RobotOffset):
+                _displace_robots(self._env, change.norm, draw)
+            else:
+                shift = (change.distance * direction(draw, 2)).astype(np.float32)
+                for entity in _objects(self._env):
+                    pose = entity.pose
+                    entity.pose = sapien.Pose(pose.p + np.array([*shift, 0], np.float32), pose.q)
+                    _stop(entity)
+            return self._result([], [], [], [], self._observe())
 
     def step(self, actions: Float32) -> PhysicsResult:
         if self._left == 0:
@@ -252,6 +273,32 @@ class ManiSkillRenderer:
         self._replicas: OrderedDict[int, Any] = OrderedDict()
         self._spare = [first]
         """Built environments that hold no geometry anybody asked for yet."""
+        self._standing = {
+            name: camera.camera._render_cameras[0].local_pose
+            for name, camera in first._sensors.items()
+            if camera.entity is None
+        }
+        """Poses of the cameras that stand in the world."""
+        self._aimed: dict[str, sapien.Pose] = {}
+        """Poses of those that a perturbation has moved."""
+
+    def aim(self, changes: Sequence[CameraChange], draw: np.random.Generator) -> None:
+        self._aimed = {}
+        side = draw.bit_generator.state
+        for change in changes:
+            if change.camera is not None and change.camera not in self._standing:
+                raise FarmError(
+                    f"{self._spec.name} has no camera {change.camera!r} that stands in the world; valid: "
+                    f"{', '.join(self._standing)}"
+                )
+            if isinstance(change, CameraPose):
+                self._aimed[change.camera] = sapien.Pose(change.position, change.quaternion)
+                continue
+            for name in self._standing if change.camera is None else [change.camera]:
+                draw.bit_generator.state = side  # all cameras go to the same side
+                matrix = self._standing[name].to_transformation_matrix().astype(np.float64)
+                matrix[:3, 3], matrix[:3, :3] = orbited(matrix[:3, 3], matrix[:3, :3], SAPIEN, change, draw)
+                self._aimed[name] = sapien.Pose(matrix.astype(np.float32))
 
     def render(
         self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
@@ -262,6 +309,8 @@ class ManiSkillRenderer:
             env = self._place(scene)
             for hidden in env._hidden_objects:
                 hidden.hide_visual()
+            for name, pose in (self._standing | self._aimed).items() if self._spec.perturbations else ():
+                env._sensors[name].camera._render_cameras[0].local_pose = pose
             env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
             for name in cameras:
                 camera = env._sensors[name]
@@ -342,6 +391,37 @@ def _wake(entities: Sequence[Any]) -> None:
         for component in entity.components:
             if isinstance(component, movable):
                 component.wake_up()
+
+
+def _objects(env: Any) -> list[Any]:
+    """The SAPIEN entities of the actors that PhysX moves, in the order in which the task built them."""
+    return [actor._objs[0] for actor in env.scene.actors.values() if actor.px_body_type == "dynamic"]
+
+
+def _stop(entity: Any) -> None:
+    for component in entity.components:
+        if isinstance(component, sapien.physx.PhysxRigidDynamicComponent):
+            component.linear_velocity = component.angular_velocity = np.zeros(3, np.float32)
+            component.wake_up()
+
+
+def _displace_robots(env: Any, norm: float, draw: np.random.Generator) -> None:
+    """Move each robot's arm joints by a vector of that norm, within their limits, and aim its controllers there."""
+    for agent in robots(env):
+        body = agent.robot._objs[0]
+        qpos = body.qpos.copy()
+        arm = _arm_joints(agent)
+        low, high = np.asarray(body.qlimits)[arm].T
+        qpos[arm] = np.clip(qpos[arm] + norm * direction(draw, len(arm)), low, high)
+        body.qpos, body.qvel = qpos, np.zeros_like(qpos)
+        agent.controller.reset()
+
+
+def _arm_joints(agent: Any) -> list[int]:
+    """The joints that a controller moves each by itself; a gripper's fingers follow one another."""
+    parts = getattr(agent.controller, "controllers", {"": agent.controller})
+    arms = [part for part in parts.values() if not isinstance(part, PDJointPosMimicController)]
+    return sorted({int(joint) for part in arms for joint in part.active_joint_indices})
 
 
 def _info(spec: TaskSpec, env: Any) -> TaskInfo:
@@ -499,4 +579,11 @@ def _only(one: Any, other: Any) -> str:
     return ", ".join(sorted(set(one) - set(other))[:5]) or "nothing"
 
 
-BACKEND = Backend("maniskill", ManiSkillPhysics, ManiSkillRenderer, tasks=tasks, drawn_by=drawn_by)
+BACKEND = Backend(
+    "maniskill",
+    ManiSkillPhysics,
+    ManiSkillRenderer,
+    tasks=tasks,
+    drawn_by=drawn_by,
+    axes={"camera": 8.0, "start": 0.1, "objects": 0.01},
+)

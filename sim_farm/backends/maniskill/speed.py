@@ -92,7 +92,7 @@ def speed_up(env: Any) -> None:
     """Install the quicker equivalents on one environment; to be repeated when it has rebuilt its scene."""
     for articulation in env.scene.articulations.values():
         articulation.set_joint_drive_targets = MethodType(_set_joint_drive_targets, articulation)
-    for agent in _agents(env):
+    for agent in robots(env):
         # The agent's own method only adds a check for NaN, which the caller has made for the whole chunk.
         agent.set_action = agent.controller.set_action
     for controller in controllers(env):
@@ -107,12 +107,12 @@ def speed_up(env: Any) -> None:
 def controllers(env: Any) -> list[Any]:
     """Those that the robots' actions go to: of the arm, of the gripper."""
     found: list[Any] = []
-    for agent in _agents(env):
+    for agent in robots(env):
         found += getattr(agent.controller, "controllers", {"": agent.controller}).values()
     return found
 
 
-def _agents(env: Any) -> list[Any]:
+def robots(env: Any) -> list[Any]:
     return env.agent.agents if isinstance(env.agent, MultiAgent) else [env.agent]
 
 

@@ -11,4 +11,11 @@ from sim_farm.backends.tabletop.renderer import TabletopRenderer
 from sim_farm.backends.tabletop.tasks import TASKS
 from sim_farm.contract import Backend
 
-BACKEND = Backend("tabletop", TabletopPhysics, TabletopRenderer, tasks=lambda: list(TASKS), drawn_by=drawn_by)
+BACKEND = Backend(
+    "tabletop",
+    TabletopPhysics,
+    TabletopRenderer,
+    tasks=lambda: list(TASKS),
+    drawn_by=drawn_by,
+    axes={"camera": 8.0, "start": 0.02, "objects": 0.01},
+)

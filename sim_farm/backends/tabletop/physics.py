@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim_farm.backends.mujoco_gl import mujoco
-from sim_farm.backends.tabletop.tasks import CONTROL_HZ, Marks, Task, describe, load_model
-from sim_farm.contract import EpisodeOver, EpisodeSpec, Float32, PhysicsResult, TaskSpec
+from sim_farm.backends.tabletop.tasks import CONTROL_HZ, JOINTS, Marks, Task, describe, load_model
+from sim_farm.contract import EpisodeOver, EpisodeSpec, Float32, PhysicsResult, SceneChange, TaskSpec
+from sim_farm.perturbations import RobotOffset, direction
 
 STEP = 0.03
 """Metres by which an action of 1 moves the tool centre point's set point away from where it is."""
@@ -52,6 +53,23 @@ class TabletopPhysics:
         self._data.mocap_pos[:] = self._marks
         self._progress = self._task.progress(start, self._goal)
         self._steps_left = self.info.max_episode_steps
+        return self._result(_Executed([], [], False, False))
+
+    def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
+        """The objects are the cube, or else the marks."""
+        if isinstance(change, RobotOffset):
+            low, high = self._model.jnt_range[:JOINTS].T
+            self._qpos[:JOINTS] = np.clip(self._qpos[:JOINTS] + change.norm * direction(draw, JOINTS), low, high)
+            self._ctrl[:JOINTS] = self._qpos[:JOINTS]
+        else:
+            x, y = (change.distance * direction(draw, 2)).tolist()
+            if self._task.has_cube:
+                self._qpos[5:7] += x, y
+            else:
+                self._marks = tuple((mark[0] + x, mark[1] + y, mark[2]) for mark in self._marks)
+                self._goal = self._marks[self._task.goal]
+                self._data.mocap_pos[:] = self._marks
+        self._progress = self._task.progress(self._qpos.tolist(), self._goal)
         return self._result(_Executed([], [], False, False))
 
     def step(self, actions: Float32) -> PhysicsResult:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from sim_farm.backends.mujoco_gl import Canvas, mujoco
+from sim_farm.backends.mujoco_gl import Canvas, MovedCameras, mujoco
 from sim_farm.backends.tabletop.tasks import describe, load_model
-from sim_farm.contract import TaskSpec, UInt8, new_frames
+from sim_farm.contract import CameraChange, TaskSpec, UInt8, new_frames
 
 
 class TabletopRenderer:
@@ -25,7 +25,11 @@ class TabletopRenderer:
         task, self.info = describe(spec)
         self._model = load_model(task)
         self._data = mujoco.MjData(self._model)
+        self._cameras = MovedCameras(self._model)
         self._canvas: Canvas | None = None
+
+    def aim(self, changes: Sequence[CameraChange], draw: np.random.Generator) -> None:
+        self._cameras.aim(changes, draw)
 
     def render(
         self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None
@@ -53,4 +57,5 @@ class TabletopRenderer:
         self._data.qpos[:] = values[: self._model.nq]
         self._data.mocap_pos[:] = values[self._model.nq :].reshape(-1, 3)
         mujoco.mj_kinematics(self._model, self._data)
-        mujoco.mj_camlight(self._model, self._data)
+        with self._cameras.there():
+            mujoco.mj_camlight(self._model, self._data)

@@ -25,6 +25,8 @@ SCENES = Path(__file__).parent / "scenes"
 CAMERAS = ("front", "wrist", "side")
 CONTROL_MODES = ("ee_delta_pos",)
 CONTROL_HZ = 20.0
+JOINTS = 3
+"""Joints of the arm, which slide; the fingers' follow."""
 
 CUBE_HALF = 0.02
 REACH_TOLERANCE = 0.03

@@ -115,17 +115,17 @@ class _Parser:
         return value
 
     def _factor(self) -> Fraction:
-        token = self._next()
+        read = self._next()
         self._at += 1
-        if token == "(":
+        if read == "(":
             value = self._sum()
             if self._next() != ")":
                 raise _Wrong
             self._at += 1
             return value
-        if not token.isdigit() or len(token) > 1 and token[0] == "0":
+        if not read.isdigit() or (len(read) > 1 and read[0] == "0"):
             raise _Wrong
-        self._used.append(int(token))
+        self._used.append(int(read))
         return Fraction(self._used[-1])
 
     def _next(self) -> str:

@@ -12,6 +12,8 @@ from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.backends.text.verifying import score
 from sim_farm.contract import Backend, EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
 
+TOKENS = "tokens"
+"""The control mode."""
 NO_TOKEN = -1.0
 """Number of the state where the answer has no token yet."""
 TOKENS_PER_SECOND = 30.0
@@ -33,18 +35,18 @@ def text_backend(name: str, tasks: Callable[[], Mapping[str, TextTask]]) -> Back
 class TextPhysics:
     """One problem after the other. The state [L] is the answer's token ids so far, -1 where there is none yet.
 
-    The first end-of-sequence token ends the answer, and the episode; the verifier scores the text before it, and a score
-    of 1 is success. An answer that is cut off at the limit is worth nothing. A number that is no token's id is the
-    nearest one. There is no proprioception. A verifier that fails makes the reward NaN, an episode that the farm counts
-    as broken.
+    The first end-of-sequence token ends the answer, and the episode; the verifier scores the text before it, and a
+    score of 1 is success. An answer that is cut off at the limit is worth nothing. A number that is no token's id is
+    the nearest one. There is no proprioception. A verifier that fails makes the reward NaN, an episode that the farm
+    counts as broken.
     """
 
     def __init__(self, spec: TaskSpec, task: TextTask) -> None:
         """Raises `FarmError` for cameras, a control mode, or a task without a tokenizer."""
         if spec.cameras:
             raise FarmError(f"{spec.name} is text and has no cameras: set env.cameras to 0")
-        if spec.control_mode is not None:
-            raise FarmError(f"{spec.name} has no control modes: leave env.control_mode null")
+        if spec.control_mode not in (None, TOKENS):
+            raise FarmError(f"{spec.name} has no control mode {spec.control_mode!r}; valid: {TOKENS}")
         if spec.tokenizer is None:
             raise FarmError(
                 f"{spec.name} is answered in tokens: set env.tokenizer to the folder of the language model that answers"
@@ -52,12 +54,12 @@ class TextPhysics:
         self._task, self._tokenizer = task, answer_tokenizer(spec.tokenizer)
         limit = spec.max_episode_steps or task.answer_tokens
         self.info = TaskInfo(
-            spec=replace(spec, max_episode_steps=limit, cameras=()),
+            spec=replace(spec, control_mode=TOKENS, max_episode_steps=limit, cameras=()),
             action_dim=1,
             action_low=(0.0,),
             action_high=(float(self._tokenizer.size - 1),),
             proprio_dim=0,
-            state_dim=limit,
+            state_dim=max(limit, task.answer_tokens),
             scene_bytes=0,
             cameras=(),
             max_episode_steps=limit,

@@ -1,9 +1,9 @@
 """Problems from files: JSONL or parquet, a row a problem, with a named verifier.
 
-    # my_problems.py; then env.task my_problems:BACKEND/gsm8k
-    from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
+# my_problems.py; then env.task my_problems:BACKEND/gsm8k
+from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
 
-    BACKEND = problem_backend(gsm8k=ProblemFile("gsm8k.jsonl", prompt="question", answer="answer", verifier="math"))
+BACKEND = problem_backend(gsm8k=ProblemFile("gsm8k.jsonl", prompt="question", answer="answer", verifier="math"))
 """
 
 from __future__ import annotations

@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 from embodied.demonstrations import Dataset
-from tests import libero_assets
 from tests.embodied.demonstrations.test_import_maniskill import imported, libero, refused
-
-libero_assets.require()
 
 
 @pytest.mark.slow

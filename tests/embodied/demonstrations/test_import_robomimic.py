@@ -18,9 +18,6 @@ from embodied.demonstrations.importing.formats import ImportRequest, Observation
 from embodied.demonstrations.importing.hdf5 import RobosuiteFile, kind_of
 from embodied.demonstrations.importing.hdf5_importer import chosen
 from embodied.errors import UserError
-from tests import libero_assets
-
-libero_assets.require()
 
 RECORDINGS = Path(__file__).parent / "recordings"
 TASK = "libero/libero_spatial/0"

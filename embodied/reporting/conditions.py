@@ -1,0 +1,104 @@
+"""Results under perturbations on the page: success by level, a curve for each axis, and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from embodied.reporting import charts
+
+LONGEST_NAME = 40
+MOST_CONDITIONS = 1000
+MOST_LEVEL = 1000
+"""What a page shows of a result, which may come from elsewhere."""
+
+Rate = tuple[float, float, float]
+"""A number with the ends of its interval."""
+
+
+@dataclass(frozen=True)
+class ConditionResult:
+    """Result of the episodes of one axis and level; level 0 of every axis is the unperturbed ones'."""
+
+    axis: str
+    level: int
+    from_step: int
+    """Env steps before the change; 0: the episodes begin with it."""
+    episodes: int
+    success: Rate
+    difference: Rate | None = None
+    """From the unperturbed episodes."""
+    p_value: float | None = None
+
+    @property
+    def curve(self) -> str:
+        return self.axis + (f" from step {self.from_step}" if self.from_step else "")
+
+
+def read_conditions(result: Mapping[str, Any]) -> list[ConditionResult]:
+    """The conditions of an evaluation's result whose tasks have success, the unperturbed episodes first; empty where
+    nothing was perturbed. Raises `ValueError`, `KeyError` or `TypeError` for other data."""
+    rows = result.get("conditions") or ()
+    if not isinstance(rows, Sequence) or len(rows) > MOST_CONDITIONS:
+        raise ValueError("its conditions are no list, or too many")
+    if not rows or "success_rate" not in result:
+        return []
+    return [_condition({**result, "axis": "unperturbed", "level": 0, "from_step": 0}), *map(_condition, rows)]
+
+
+def _condition(row: Mapping[str, Any]) -> ConditionResult:
+    level, step, episodes = int(row["level"]), int(row["from_step"]), int(row["episodes"])
+    success = float(row["success_rate"]), float(row["success_low"]), float(row["success_high"])
+    if not all(0 <= rate <= 1 for rate in success) or not 0 <= level <= MOST_LEVEL or not 0 <= step <= 10**6:
+        raise ValueError(f"a condition of level {level} from step {step} with success {success}")
+    difference = None
+    if "difference" in row:
+        difference = float(row["difference"]), float(row["difference_low"]), float(row["difference_high"])
+        if not all(-1 <= number <= 1 for number in difference):
+            raise ValueError(f"a difference of {difference}")
+    p_value = float(row["p_value"]) if "p_value" in row else None
+    return ConditionResult(str(row["axis"])[:LONGEST_NAME], level, step, episodes, success, difference, p_value)
+
+
+def success_by_level(results: Sequence[ConditionResult], width: int = 640, height: int = 300) -> str:
+    """SVG of success by level, a curve for each axis from the unperturbed episodes on; the bands are 95% intervals."""
+    begin, *others = results
+    names = list(dict.fromkeys(one.curve for one in others))
+    levels = sorted({0, *(one.level for one in others)})
+    curves = []
+    for number, name in enumerate(names):
+        known = {0: begin.success, **{one.level: one.success for one in others if one.curve == name}}
+        found = [known.get(level) for level in levels]
+        curves.append(
+            charts.Line(
+                name,
+                [None if rate is None else rate[0] for rate in found],
+                colour=charts.COLOURS[number % len(charts.COLOURS)],
+                band=[None if rate is None else rate[1:] for rate in found],
+                end=name,
+            )
+        )
+    heads = ["unperturbed" if level == 0 else f"level {level}" for level in levels]
+    return charts.lines(
+        [float(level) for level in levels],
+        curves,
+        "level of the perturbation",
+        heads,
+        width=width,
+        height=height,
+        show=charts.percent,
+        y_range=(0.0, 1.0),
+    )
+
+
+def condition_cells(one: ConditionResult) -> tuple[str, ...]:
+    """Cells of a table on the page: condition, success, difference, p-value, episodes."""
+    what = "unperturbed" if one.difference is None and one.level == 0 else f"{one.curve}, level {one.level}"
+    rate, low, high = one.success
+    success = f"{charts.percent(rate)} <small>{charts.percent(low)} to {charts.percent(high)}</small>"
+    if one.difference is None or one.p_value is None:
+        return escape(what), success, "–", "–", str(one.episodes)
+    away, least, most = (f"{100 * number:+.1f}" for number in one.difference)
+    return escape(what), success, f"{away} <small>{least} to {most}</small>", f"{one.p_value:.2g}", str(one.episodes)

@@ -1,0 +1,354 @@
+"""A policy for other programs, in openpi's websocket protocol: a client sends observations and gets action chunks.
+
+A request is one observation, and its decision equals `LoadedPolicy.act`'s, bit for bit. It depends on nothing else that
+is asked meanwhile: with `rows` of 1 each is computed alone. With more, requests that wait together are one batch, which
+always has so many rows (others repeat its first): the shape in which matrix products are rounded does not depend on who
+else asks. A request of several rows, which clients of this project send, is a batch by itself, as it is.
+
+Beside the websocket the same port answers GET /healthz with OK, and GET /metrics with counts and latencies as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from embodied.devices import decide
+from embodied.errors import UserError, shown
+from embodied.rollout.loaded_policy import LoadedPolicy, rows_of
+from embodied.statistics import latency_percentiles
+from embodied.trajectories.batch import join_inputs
+from embodied.trajectories.random_streams import SERVING, generator
+from policies.contract import Inputs, PolicyError
+from policies.remote.keys import CAMERA, keys_of
+from policies.remote.messages import LARGEST, pack, unpack
+from policies.remote.policy import EXTENSION, NOISE
+from policies.resampling import fit_square
+
+REMEMBERED = 100_000
+"""Latest requests whose latencies count."""
+_log = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of this address, which nobody can reach until `PolicyServer.run` listens; port 0: a free one. Raises
+    `UserError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {host} --port {port} is no address of this machine: {error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UserError(
+            f"port {port} of {host} cannot be had ({error.strerror}): end what listens there, or name another --port"
+        ) from error
+    return bound
+
+
+@dataclass(eq=False)
+class _Request:
+    """An observation that waits for its decision."""
+
+    inputs: Inputs
+    noise: Tensor | None
+    """[B, Z]; None: the mode is asked for."""
+    single: bool
+    """True if it may be decided in a batch with others."""
+    answer: asyncio.Future[np.ndarray]
+
+
+@dataclass
+class _Times:
+    """Latencies of the latest requests, and counts of all."""
+
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """From a request's arrival to its answer."""
+    computing_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """Of each batch."""
+    requests: int = 0
+    refused: int = 0
+    rows: int = 0
+    batches: int = 0
+    clients: int = 0
+    """Connected now."""
+
+    def as_data(self) -> dict[str, float]:
+        latencies = latency_percentiles(self.latencies_s)
+        return {
+            "requests": self.requests,
+            "refused": self.refused,
+            "rows": self.rows,
+            "batches": self.batches,
+            "clients": self.clients,
+            "computing_p50_s": float(np.median(self.computing_s)) if self.computing_s else 0.0,
+            **{name: value for name, value in latencies.items() if name != "decisions"},
+        }
+
+
+class PolicyServer:
+    """Answers clients until it is stopped."""
+
+    def __init__(
+        self,
+        loaded: LoadedPolicy,
+        *,
+        keys: Mapping[str, str] | None = None,
+        rows: int = 1,
+        sample: bool = False,
+        seed: int = 0,
+        origin: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`keys`: the clients' keys by the names used here, where they are not openpi's (`policies.remote.keys`).
+        `rows`: of a batch. `sample`: actions are drawn, as `seed` determines, for clients that say neither; otherwise
+        they are the policy's mode. `origin`: digests of what the policy is made of, for its clients' records. Raises
+        `PolicyError` for keys that do not fit."""
+        self._loaded, self._rows, self._sample, self._seed = loaded, rows, sample, seed
+        self._origin = {} if origin is None else dict(origin)
+        self._keys = keys_of(loaded.spec.cameras, keys)
+        self._waiting: deque[_Request] = deque()
+        self._arrived = asyncio.Event()
+        self._computing = ThreadPoolExecutor(1, "policy")
+        self._times = _Times()
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What clients are told first. An evaluation keeps it: it says what decides, not on which machine."""
+        spec, config = self._loaded.spec, self._loaded.config
+        read = [name for name in config.policy.reads if name != "episode"]
+        conventions: dict[str, str] = {"gripper": config.env.gripper}
+        if spec.cameras:
+            conventions["orientation"] = config.env.orientation
+        return {
+            EXTENSION: {
+                "policy": self._loaded.policy.kind,
+                **self._origin,
+                "task": config.env.task,
+                "conventions": conventions,
+                "reads": read,
+                "keys": {name: key for name, key in self._keys.items() if self._is_read(name)},
+                "image_size": spec.image_size if spec.cameras else 0,
+                "state_dim": spec.state_dim,
+                "proprio_dim": spec.proprio_dim,
+                "action_dim": spec.action_dim,
+                "chunk": spec.chunk,
+                "noise_dim": self._loaded.policy.noise_dim,
+                "rows": self._rows,
+                "sample": self._sample,
+            }
+        }
+
+    @property
+    def latencies(self) -> dict[str, float]:
+        """Counts of requests, and percentiles of their latency."""
+        return self._times.as_data()
+
+    async def run(self, bound: socket.socket, stop: asyncio.Event, started: Callable[[], Any] = lambda: None) -> None:
+        """Listen on the socket until `stop` is set; `started` is called once clients can connect."""
+        deciding = asyncio.create_task(self._decide_all())
+        try:
+            async with serve(
+                self._talk,
+                sock=bound,
+                compression=None,
+                max_size=LARGEST,
+                process_request=self._answer_get,
+                origins=[None],  # a browser says one: no page that somebody visits can talk to this port
+                close_timeout=1.0,
+            ) as server:
+                started()
+                await self._until_stopped(server, stop, deciding)
+        finally:
+            deciding.cancel()
+            self._computing.shutdown(cancel_futures=True)
+
+    async def _until_stopped(self, server: Server, stop: asyncio.Event, deciding: asyncio.Task[None]) -> None:
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({stopped, deciding}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        server.close()
+        if deciding.done():
+            deciding.result()
+
+    # --- a client
+
+    async def _talk(self, client: ServerConnection) -> None:
+        """A connection, from its metadata to its end."""
+        self._times.clients += 1
+        before_s: float | None = None
+        try:
+            await client.send(pack(self.metadata))
+            asked = 0
+            async for message in client:
+                begin = time.monotonic()
+                try:
+                    actions = await self._decided(message, asked)
+                except (UserError, PolicyError) as error:
+                    self._times.refused += 1
+                    await client.send(str(error))
+                    continue
+                finally:
+                    asked += 1
+                timing = {"infer_ms": (time.monotonic() - begin) * 1e3}
+                timing |= {} if before_s is None else {"prev_total_ms": before_s * 1e3}
+                await client.send(pack({"actions": actions, "server_timing": timing}))
+                before_s = time.monotonic() - begin
+                self._times.requests += 1
+                self._times.latencies_s.append(before_s)
+        except ConnectionClosed:
+            pass
+        finally:
+            self._times.clients -= 1
+
+    async def _decided(self, message: str | bytes, asked: int) -> np.ndarray:
+        """Action chunks [C, A] for one observation, [B, C, A] for several. Raises `UserError`, `PolicyError`."""
+        if isinstance(message, str):
+            raise UserError(f"a request is an observation packed by msgpack, got the text {shown(message)}")
+        observation = unpack(message)
+        if not isinstance(observation, Mapping):
+            raise UserError(f"a request is a map of an observation's parts, got {shown(observation)}")
+        inputs, batched = self._loaded.inputs(self._named(observation))
+        noise = self._noise(observation, message, asked, rows_of(inputs))
+        answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(inputs, noise, not batched, answer))
+        self._arrived.set()
+        chunk = await answer
+        return chunk if batched else chunk[0]
+
+    def _named(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+        """The observation as `LoadedPolicy.act` takes it, pictures resized. Raises `UserError` for what is missing."""
+        found: dict[str, Any] = {}
+        for name, key in self._keys.items():
+            if not self._is_read(name):
+                continue
+            if key not in observation:
+                has = shown(sorted(map(str, observation)), 300)
+                raise UserError(f"the observation lacks {key!r}, which the policy reads as its {name}; it has {has}")
+            value = observation[key]
+            if name.startswith(CAMERA):
+                found.setdefault("images", {})[name.removeprefix(CAMERA)] = self._resized(key, value)
+            else:
+                found[name] = value
+        return found
+
+    def _is_read(self, name: str) -> bool:
+        return name.startswith(CAMERA) or name in self._loaded.config.policy.reads
+
+    def _resized(self, key: str, picture: Any) -> Any:
+        """The picture at the size that the policy reads, fitted in with black at the sides, unless its client has done
+        so for the network."""
+        size = self._loaded.spec.image_size
+        if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.ndim not in (3, 4):
+            dtype, shape = getattr(picture, "dtype", type(picture).__name__), getattr(picture, "shape", ())
+            raise UserError(f"{key} is a picture uint8 [H, W, 3], or a batch of such; got {dtype} {list(shape)}")
+        if picture.shape[-3:-1] in {(side, side) for side in self._loaded.image_sizes}:
+            return picture
+        if picture.shape[-1] != 3 or not all(picture.shape):
+            raise UserError(f"{key} is a picture uint8 [H, W, 3], or a batch of such; got {list(picture.shape)}")
+        resized = fit_square(torch.from_numpy(picture.reshape(-1, *picture.shape[-3:]).copy()), size, "bilinear")
+        return resized.numpy().reshape(*picture.shape[:-3], size, size, 3)
+
+    def _noise(self, observation: Mapping[str, Any], message: bytes, asked: int, rows: int) -> Tensor | None:
+        """[B, Z]: what the client sends; or else drawn by the seed, the request and how many its client sent before, so
+        that no other client changes it. None: the mode is asked for. Raises `UserError` for another shape."""
+        size = self._loaded.policy.noise_dim
+        if NOISE in observation:
+            sent = observation[NOISE]
+            if sent is None:
+                return None
+            if (
+                not isinstance(sent, np.ndarray)
+                or sent.dtype != np.float32
+                or sent.shape not in ((rows, size), (size,))
+            ):
+                raise UserError(f"{NOISE} is float32 {[rows, size]}, got {shown(getattr(sent, 'shape', sent))}")
+            return torch.from_numpy(sent.reshape(rows, size).copy())
+        if not self._sample:
+            return None
+        digest = int.from_bytes(hashlib.sha256(message).digest()[:8])
+        drawn = generator(SERVING, self._seed, digest, asked, 0).standard_normal((rows, size), np.float32)
+        return torch.from_numpy(drawn)
+
+    # --- decisions
+
+    async def _decide_all(self) -> None:
+        """Batch after batch of what waits, each computed in the one thread that the policy has."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._waiting:
+                batch = self._next_batch()
+                try:
+                    chunks = await loop.run_in_executor(self._computing, self._compute, batch)
+                except Exception as error:  # a policy may fail at one observation, and be well at the next
+                    _log.exception("a decision failed")
+                    for request in batch:
+                        if not request.answer.done():
+                            request.answer.set_exception(PolicyError(f"the policy failed: {str(error)[:500]}"))
+                    continue
+                for request, chunk in zip(batch, chunks, strict=True):
+                    if not request.answer.done():  # else its client has gone
+                        request.answer.set_result(chunk)
+
+    def _next_batch(self) -> list[_Request]:
+        """The request that waits longest, with others that may join it, and wait for the same: a mode, or a draw."""
+        first = self._waiting.popleft()
+        if not first.single:
+            return [first]
+        joining = [r for r in self._waiting if r.single and (r.noise is None) == (first.noise is None)]
+        batch = [first, *joining[: self._rows - 1]]
+        self._waiting = deque(request for request in self._waiting if request not in batch)
+        return batch
+
+    def _compute(self, batch: Sequence[_Request]) -> list[np.ndarray]:
+        """[B, C, A] for each request of the batch."""
+        begin = time.monotonic()
+        inputs, noise = batch[0].inputs, batch[0].noise
+        if batch[0].single and self._rows > 1:
+            rows = [*range(len(batch)), *([0] * (self._rows - len(batch)))]
+            inputs = join_inputs([request.inputs for request in batch], torch.tensor(rows))
+            noise = None if noise is None else torch.cat([r.noise for r in batch if r.noise is not None])[rows]
+        with torch.no_grad():
+            chunk = decide(self._loaded.policy, inputs, noise).chunk.numpy()
+        if not np.isfinite(chunk).all():
+            raise PolicyError("its actions are not finite")
+        self._times.computing_s.append(time.monotonic() - begin)
+        self._times.batches += 1
+        self._times.rows += len(batch) if batch[0].single else len(chunk)
+        return [chunk[i : i + 1] for i in range(len(batch))] if batch[0].single else [chunk]
+
+    def _answer_get(self, client: ServerConnection, request: Request) -> Response | None:
+        """/healthz and /metrics; every other path is the websocket's."""
+        if request.path == "/healthz":
+            return client.respond(HTTPStatus.OK, "OK\n")
+        if request.path == "/metrics":
+            body = (json.dumps(self.latencies) + "\n").encode()
+            headers = Headers(
+                {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+            )
+            return Response(HTTPStatus.OK, HTTPStatus.OK.phrase, headers, body)
+        return None

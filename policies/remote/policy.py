@@ -1,0 +1,225 @@
+"""The policy `remote`: observations go to a policy server, action chunks come back.
+
+The server speaks openpi's protocol (`policies.remote.messages`). One of this project (`embodied serve`) says so in its
+metadata, under `EXTENSION`: then rows that are decided together travel together and are one batch there too, pictures
+travel as they are, and the noise that keys a decision travels with it, so that it is what it would be here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.errors import shown
+from policies.remote.connections import Connections, check_address, metadata_of, question_of
+from policies.remote.keys import CAMERA, keys_of
+from policies.resampling import fit_square
+
+EXTENSION = "embodied"
+"""Entry of a server's metadata with what openpi's protocol does not have: a server of this project has one."""
+NOISE = "embodied/noise"
+"""Key of the noise float32 [Z] or [B, Z] of a decision; None: its mode. Without the key the server decides which."""
+RESIZED = 224
+"""Side in pixels of the pictures that openpi's clients send."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """Where the server is, what it calls things, and how long it is waited for. Raises `PolicyError`."""
+
+    address: str = ""
+    """ws://HOST:PORT."""
+    keys: Mapping[str, str] | None = None
+    """The server's keys by the names used here, where they are not openpi's (`policies.remote.keys`)."""
+    image_size: int | None = None
+    """Side in pixels to which pictures are resized, with black at the sides; 0: they are sent as they are. None: 224 as
+    openpi's clients send, and as they are to a server of this project."""
+    connections: int = 4
+    """Most requests that are under way together."""
+    timeout_s: float = 60.0
+    """Longest wait for a connection and for a decision; keep it below half of runtime.deadline_s."""
+    first_timeout_s: float = 240.0
+    """Longest wait for the first decision, for which a server may have to compile its network."""
+
+    def __post_init__(self) -> None:
+        if self.connections < 1 or not self.timeout_s > 0 or not self.first_timeout_s > 0:
+            raise PolicyError(
+                "a remote policy has at least 1 of connections and waits longer than 0 s; got connections "
+                f"{self.connections}, timeout_s {self.timeout_s:g}, first_timeout_s {self.first_timeout_s:g}"
+            )
+        if not (self.image_size is None or (type(self.image_size) is int and 0 <= self.image_size <= 4096)):
+            raise PolicyError(f"a remote policy's image_size is of 0 to 4096 pixels, got {shown(self.image_size)}")
+        if not (self.keys is None or isinstance(self.keys, Mapping)):
+            raise PolicyError(f"a remote policy's keys is a map of names to keys, got {shown(self.keys)}")
+
+
+class Remote(Policy):
+    """Asks a server for every decision. It has no weights here: log-probs and values are zero, nothing is trained."""
+
+    kind = "remote"
+    trainable = False
+    pretrained = True
+    waits = True
+    options_type = RemoteOptions
+    incidental = frozenset({"address", "connections", "timeout_s", "first_timeout_s"})
+
+    def __init__(self, spec: PolicySpec, options: RemoteOptions) -> None:
+        """Asks for one decision about a black picture. A server that cannot give one, or gives another shape, is so
+        found before the first env step: raises `PolicyError`."""
+        super().__init__()
+        self.spec, self.options = spec, options
+        self.value_head = nn.Identity()
+        self._keys = keys_of(spec.cameras, options.keys)
+        self._connections = Connections(options.address, options.connections, options.timeout_s)
+        self._ours = _extension(self._connections.metadata)
+        self.noise_dim = 0 if self._ours is None else int(self._ours["noise_dim"])
+        size = options.image_size
+        self._image_size = (RESIZED if self._ours is None else 0) if size is None else size
+        self._threads = ThreadPoolExecutor(options.connections, "remote policy")
+        self._decide(_blank(spec), None, options.first_timeout_s)
+
+    @classmethod
+    def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        """A server is there, and sends metadata."""
+        options = RemoteOptions(**architecture)
+        check_address(options.address)
+        _extension(metadata_of(options.address, options.timeout_s))
+
+    @classmethod
+    def served_by(cls, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+        options = RemoteOptions(**architecture)
+        return _as_json(metadata_of(options.address, options.timeout_s))
+
+    @classmethod
+    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        """What a server of this project says of the environments that its policy was trained in."""
+        options = RemoteOptions(**architecture)
+        ours = _extension(metadata_of(options.address, options.timeout_s))
+        conventions = {} if ours is None else ours.get("conventions", {})
+        return {
+            setting: (f"address is of a policy served by {EXTENSION}", said) for setting, said in conventions.items()
+        }
+
+    @classmethod
+    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
+        options = RemoteOptions(**architecture)
+        if _extension(metadata_of(options.address, options.timeout_s)) is not None:
+            return ()
+        return (
+            f"the server at {options.address} draws its own noise, or none: eval.greedy does not reach it, and another "
+            "evaluation may decide otherwise",
+        )
+
+    @torch.no_grad()
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        chunk = self._decide(inputs, noise, self.options.timeout_s)
+        return Action(chunk, torch.zeros_like(chunk), torch.zeros(len(chunk)), {"action": chunk})
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        zeros = torch.zeros_like(trace["action"])
+        return Evaluation(zeros, zeros, self.value(inputs))
+
+    def value(self, inputs: Inputs) -> Tensor:
+        return torch.zeros(_rows(inputs))
+
+    def architecture(self) -> dict[str, Any]:
+        keys = self.options.keys
+        return asdict(self.options) | {"keys": None if keys is None else dict(keys)}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._threads.shutdown()
+        self._connections.close()
+
+    def _decide(self, inputs: Inputs, noise: Tensor | None, timeout_s: float) -> Tensor:
+        """[B, C, A]."""
+        rows, observation = _rows(inputs), self._observation(inputs)
+        if self._ours is not None:
+            observation[NOISE] = None if noise is None else noise.numpy()
+            return self._executed(self._connections.ask(question_of(observation), timeout_s), (rows,))
+        questions = [question_of({key: part[row] for key, part in observation.items()}) for row in range(rows)]
+        answers = self._threads.map(lambda question: self._connections.ask(question, timeout_s), questions)
+        return torch.stack([self._executed(answer, ()) for answer in answers])
+
+    def _observation(self, inputs: Inputs) -> dict[str, Any]:
+        """The parts that are read, of all rows, under the server's keys."""
+        keys, found = self._keys, dict[str, Any]()
+        for camera, frames in inputs.frames.items():
+            resized = fit_square(frames, self._image_size, "bilinear") if self._image_size else frames
+            found[keys[f"{CAMERA}{camera}"]] = resized.numpy()
+        for name, vector in (("proprio", inputs.proprio), ("state", inputs.state)):
+            if vector is not None:
+                found[keys[name]] = vector.numpy()
+        if inputs.instruction:
+            found[keys["instruction"]] = list(inputs.instruction)
+        return found
+
+    def _executed(self, actions: np.ndarray, rows: tuple[int, ...]) -> Tensor:
+        """The first C of each chunk. Raises `PolicyError` for another shape."""
+        horizon, numbers = actions.shape[-2:]
+        spec, address = self.spec, self.options.address
+        if actions.shape[:-2] != rows or numbers != spec.action_dim:
+            raise PolicyError(
+                f"the policy server at {address} answers actions of the shape {list(actions.shape)}, and the task "
+                f"takes {[*rows, 'H', spec.action_dim]}: it serves a policy of another robot or control mode"
+            )
+        if horizon < spec.chunk:
+            raise PolicyError(
+                f"the policy server at {address} answers chunks of {horizon} actions, and policy.chunk, the number "
+                f"that is executed before the next decision, is {spec.chunk}: set policy.chunk to at most {horizon}"
+            )
+        return torch.from_numpy(np.ascontiguousarray(actions[..., : spec.chunk, :]))
+
+
+def _rows(inputs: Inputs) -> int:
+    for seen in (inputs.state, inputs.proprio, *inputs.frames.values()):
+        if seen is not None:
+            return len(seen)
+    return len(inputs.instruction)
+
+
+def _blank(spec: PolicySpec) -> Inputs:
+    """One row of nothing to be seen."""
+    size = spec.image_size
+    return Inputs(
+        state=torch.zeros(1, spec.state_dim) if spec.state_dim else None,
+        proprio=torch.zeros(1, spec.proprio_dim) if spec.proprio_dim else None,
+        frames={camera: torch.zeros(1, size, size, 3, dtype=torch.uint8) for camera in spec.cameras},
+        instruction=("do nothing",),
+    )
+
+
+def _extension(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a server of this project says beyond openpi's protocol; None of another server. Raises `PolicyError`."""
+    found = metadata.get(EXTENSION)
+    if found is None:
+        return None
+    if not isinstance(found, Mapping) or type(found.get("noise_dim")) is not int:
+        raise PolicyError(f"the metadata of the policy server has {shown(found)} for {EXTENSION!r}, and no noise_dim")
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    """The metadata as JSON has it: arrays as lists, bytes by their hexadecimal digits."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            return {str(name): plain(each) for name, each in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(each) for each in item]
+        if isinstance(item, (np.ndarray, np.generic)):
+            return plain(item.tolist())
+        if isinstance(item, float) and not math.isfinite(item):
+            return str(item)
+        return item if isinstance(item, (str, int, float, bool, type(None))) else str(item)
+
+    return json.loads(json.dumps(plain(value)))

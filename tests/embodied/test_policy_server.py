@@ -1,0 +1,316 @@
+"""The policy server: clients of openpi's protocol get what `act` gives, whoever else asks, and one text for a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from embodied import cli
+from embodied.rollout.loaded_policy import LoadedPolicy
+from policies.contract import Action, Inputs
+from policies.remote.policy import NOISE
+from policies.resampling import fit_square
+from tests.embodied.evaluations import trained
+from tests.embodied.served import acted, observations, serving, small_policy
+from tests.policies.remote.handmade_server import packed, unpacked
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = Path(sys.executable).parent / "embodied"
+
+
+class Client:
+    """A client written by hand on the format of openpi's client library."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+        first = socket.recv()
+        assert isinstance(first, bytes)
+        self.metadata: dict[str, Any] = unpacked(first)
+
+    def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
+        answer = self.answer(packed(observation))
+        assert isinstance(answer, bytes), answer
+        return unpacked(answer)
+
+    def actions(self, observation: dict[str, Any]) -> np.ndarray:
+        return self.infer(observation)["actions"]
+
+    def answer(self, message: str | bytes) -> str | bytes:
+        self.socket.send(message)
+        return self.socket.recv()
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedPolicy:
+    return small_policy()
+
+
+def asked(address: str, sent: list[dict[str, Any]]) -> list[np.ndarray]:
+    with connect(address, compression=None) as socket:
+        client = Client(socket)
+        return [client.actions(observation) for observation in sent]
+
+
+# --- what is answered
+
+
+def test_a_client_gets_the_actions_that_act_gives_bit_for_bit(loaded: LoadedPolicy) -> None:
+    with serving(loaded) as (address, _), connect(address, compression=None) as socket:
+        client = Client(socket)
+        for number, observation in enumerate(observations(3)):
+            found = client.infer(observation)
+            assert found["actions"].dtype == np.float32 and np.array_equal(found["actions"], acted(loaded, observation))
+            assert found["server_timing"]["infer_ms"] > 0
+            assert ("prev_total_ms" in found["server_timing"]) == (number > 0)
+
+
+def test_metadata_say_what_the_policy_reads_and_decides(loaded: LoadedPolicy) -> None:
+    with serving(loaded, origin={"checkpoint_sha256": "x"}) as (address, _):
+        with connect(address, compression=None) as socket:
+            said = Client(socket).metadata["embodied"]
+    assert said["keys"] == {
+        "images.base": "observation/image", "images.wrist": "observation/wrist_image", "proprio": "observation/state"
+    }  # fmt: skip
+    assert (said["chunk"], said["action_dim"], said["proprio_dim"], said["image_size"]) == (3, 7, 8, 32)
+    assert said["checkpoint_sha256"] == "x" and said["noise_dim"] == loaded.policy.noise_dim
+    assert said["conventions"] == {"orientation": "upright", "gripper": "simulator"}
+
+
+def test_pictures_of_another_size_are_fitted_in(loaded: LoadedPolicy) -> None:
+    import torch
+
+    observation = observations(1)[0]
+    large = np.random.default_rng(0).integers(0, 256, (48, 64, 3), np.uint8)
+    fitted = fit_square(torch.from_numpy(large)[None], 32, "bilinear")[0].numpy()
+    with serving(loaded) as (address, _):
+        found = asked(address, [observation | {"observation/image": large}])[0]
+    assert np.array_equal(found, acted(loaded, observation | {"observation/image": fitted}))
+    assert not fitted[:4].any() and fitted[4:28].any()
+
+
+def test_other_keys_can_be_named(loaded: LoadedPolicy) -> None:
+    observation = observations(1)[0]
+    renamed = dict(observation)
+    renamed["joints"] = renamed.pop("observation/state")
+    with serving(loaded, keys={"proprio": "joints"}) as (address, _):
+        assert np.array_equal(asked(address, [renamed])[0], acted(loaded, observation))
+
+
+# --- a decision depends on its own request alone
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_decisions_do_not_depend_on_who_else_asks(loaded: LoadedPolicy, rows: int) -> None:
+    sent = [observations(count + 2) for count in range(5)]
+    with serving(loaded, rows=rows) as (address, _):
+        alone = [asked(address, each) for each in sent]
+    with serving(loaded, rows=rows) as (address, _), ThreadPoolExecutor(5) as clients:
+        together = list(clients.map(lambda each: asked(address, each), sent))
+    for first, second in zip(alone, together, strict=True):
+        for one, other in zip(first, second, strict=True):
+            if rows == 1:
+                assert np.array_equal(one, other)
+            else:  # the row's place in a batch may round a matrix product otherwise
+                np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_requests_that_wait_together_are_one_batch(loaded: LoadedPolicy) -> None:
+    """The first is computed until six more have come, which are then two batches of four rows."""
+    shapes: list[int] = []
+    entered, go_on = threading.Event(), threading.Event()
+    act = loaded.policy.act
+
+    def slow(inputs: Inputs, noise: Any) -> Action:
+        entered.set()
+        assert go_on.wait(120)
+        shapes.append(len(inputs.frames["base"]))
+        return act(inputs, noise)
+
+    loaded.policy.act = slow  # type: ignore[method-assign]
+    try:
+        with serving(loaded, rows=4) as (address, server), ThreadPoolExecutor(7) as clients:
+            first = clients.submit(asked, address, observations(1))
+            assert entered.wait(120)
+            others = [clients.submit(asked, address, observations(1)) for _ in range(6)]
+            while len(server._waiting) < 6:
+                threading.Event().wait(0.01)
+            go_on.set()
+            found = [each.result() for each in (first, *others)]
+            assert server.latencies["rows"] == 7 and server.latencies["batches"] == 3
+    finally:
+        del loaded.policy.act
+    assert shapes == [4, 4, 4] and len(found) == 7
+
+
+def test_noise_is_the_requests_own(loaded: LoadedPolicy) -> None:
+    """Sent by the client; or drawn by the seed, the observation and its number, whoever else asks."""
+    import torch
+
+    observation = observations(1)[0]
+    noise = np.random.default_rng(0).standard_normal(loaded.policy.noise_dim).astype(np.float32)
+    inputs, _ = loaded.inputs(
+        {"images": {"base": observation["observation/image"], "wrist": observation["observation/wrist_image"]},
+         "proprio": observation["observation/state"]}
+    )  # fmt: skip
+    expected = loaded.policy.act(inputs, torch.from_numpy(noise[None])).chunk[0].numpy()
+    with serving(loaded, sample=True, seed=1) as (address, _):
+        first = asked(address, [observation, observation, observation | {NOISE: noise}, observation | {NOISE: None}])
+    with serving(loaded, sample=True, seed=1) as (address, _), ThreadPoolExecutor(3) as clients:
+        again, *others = clients.map(lambda _: asked(address, [observation, observation]), range(3))
+    with serving(loaded, sample=True, seed=2) as (address, _):
+        another = asked(address, [observation])[0]
+    assert np.array_equal(first[2], expected) and np.array_equal(first[3], acted(loaded, observation))
+    assert np.array_equal(first[0], again[0]) and np.array_equal(first[1], again[1])
+    assert all(np.array_equal(each[1], first[1]) for each in others)
+    assert not np.array_equal(first[0], first[1]) and not np.array_equal(first[0], another)
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"observation/state": None}, "proprio is float32"),
+        ({"observation/state": np.zeros(7)}, "the policy reads (8,)"),
+        ({"observation/state": "text"}, "proprio is float32"),
+        ({"observation/image": np.zeros((32, 32, 3), np.float32)}, "uint8 [H, W, 3]"),
+        ({"observation/image": np.zeros((32, 32, 4), np.uint8)}, "the policy reads (32, 32, 3)"),
+        ({"observation/image": np.zeros((3, 40, 40), np.uint8)}, "uint8 [H, W, 3]"),
+        ({"observation/image": np.zeros((0, 0, 3), np.uint8)}, "uint8 [H, W, 3]"),
+        ({"observation/image": np.zeros((2, 32, 32, 3), np.uint8)}, "some parts of the observation are a batch"),
+        ({NOISE: np.zeros(3, np.float32)}, "embodied/noise is float32"),
+        ({"observation/wrist_image": ...}, "lacks 'observation/wrist_image'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_text_and_the_next_request_is_answered(
+    loaded: LoadedPolicy, change: dict[str, Any], message: str
+) -> None:
+    good = observations(1)[0]
+    bad = {key: value for key, value in (good | change).items() if value is not ...}
+    with serving(loaded) as (address, server), connect(address, compression=None) as socket:
+        client = Client(socket)
+        said = client.answer(packed(bad))
+        assert isinstance(said, str) and message in said and "Traceback" not in said
+        assert np.array_equal(client.actions(good), acted(loaded, good))
+        assert server.latencies["refused"] == 1
+
+
+@pytest.mark.parametrize("message", ["hello", b"\xc1", packed([1, 2]), packed({1: 2})])
+def test_what_is_no_observation_is_one_text(loaded: LoadedPolicy, message: str | bytes) -> None:
+    with serving(loaded) as (address, _), connect(address, compression=None) as socket:
+        said = Client(socket).answer(message)
+        assert isinstance(said, str) and len(said) < 500
+
+
+def test_a_client_that_leaves_before_its_answer_disturbs_nobody(loaded: LoadedPolicy) -> None:
+    good = observations(1)[0]
+    with serving(loaded) as (address, _):
+        for _ in range(3):
+            with connect(address, compression=None) as socket:
+                Client(socket).socket.send(packed(good))
+                socket.socket.close()
+        assert np.array_equal(asked(address, [good])[0], acted(loaded, good))
+
+
+# --- beside the protocol
+
+
+def get(address: str, path: str) -> bytes:
+    with urllib.request.urlopen(address.replace("ws://", "http://") + path, timeout=120) as answer:
+        assert answer.status == 200
+        return answer.read()
+
+
+def test_health_and_latencies_are_answered_over_http(loaded: LoadedPolicy) -> None:
+    with serving(loaded) as (address, _):
+        assert get(address, "/healthz") == b"OK\n"
+        assert json.loads(get(address, "/metrics"))["requests"] == 0
+        asked(address, observations(4))
+        found = json.loads(get(address, "/metrics"))
+    assert found["requests"] == found["rows"] == 4 and found["refused"] == 0
+    assert 0 < found["latency_p50_s"] <= found["latency_p95_s"] <= found["latency_max_s"]
+
+
+def test_a_page_in_a_browser_cannot_talk_to_it(loaded: LoadedPolicy) -> None:
+    with serving(loaded) as (address, _), pytest.raises(InvalidStatus, match="403"):
+        connect(address, origin="http://example.org", compression=None).__enter__()  # type: ignore[arg-type]
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield trained(tmp_path_factory.mktemp("runs"), "run", seed=1)
+
+
+def test_a_port_in_use_is_one_message_before_the_weights_are_read(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", str(run), "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"port {port} of 127.0.0.1 cannot be had" in said and "--port" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "--port is of 0 to 65535"),
+        (["--batch", "0"], "--batch is of 1"),
+        (["--host", "no.such.host.invalid"], "no address of this machine"),
+        (["--port", "0", "--keys", "images.front", "x"], "images.front"),
+    ],
+)
+def test_arguments_that_cannot_be_are_one_message(
+    run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", str(run), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_untrained_policy_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "reach", "--port", "0"]) == 2
+    assert "has to be trained" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # starts the command, whose imports take seconds
+@pytest.mark.parametrize("named", ["run", "checkpoint"])
+def test_the_command_serves_until_it_is_interrupted(run: Path, named: str, tmp_path: Path) -> None:
+    served = run if named == "run" else run / "checkpoints" / "000001"
+    process = subprocess.Popen(
+        [COMMAND, "serve", str(served), "--port", "0", "--json", str(tmp_path / "served.json")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "500"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line[line.index("ws://") :].partition(";")[0]
+        with connect(address, compression=None) as client:
+            state = np.zeros(unpacked(client.recv())["embodied"]["state_dim"])  # type: ignore[arg-type]
+            client.send(packed({"observation/environment_state": state}))
+            assert unpacked(client.recv())["actions"].ndim == 2  # type: ignore[arg-type]
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and "1 requests answered" in out and not err
+    assert json.loads((tmp_path / "served.json").read_text())["requests"] == 1
