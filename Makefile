@@ -5,6 +5,7 @@
 #   make test ARGS="-k doctor"      lint, types, the default tests in two processes; ARGS go to pytest (-n 0: one process)
 #   make test-all                   the same with the slow tests: hours
 #   make libero-assets              installs LIBERO's meshes and textures (360 MB), as `make test` does
+#   make suites                     fetches the files of LIBERO-Plus and LIBERO-PRO (docs/generalisation.md)
 #   make docs                       writes the generated pages of docs/ anew
 #   make site                       builds the documentation's site in build/site; a broken link fails
 #   make learn SEEDS="1 2 3"        a small VLA: demonstrations, supervised learning, PPO with these seeds (docs/learning.md)
@@ -27,7 +28,7 @@ LIBERO_ASSETS := .venv/.libero-assets-$(HASH)
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: train learn test test-all lint docs site setup system libero-assets wheelhouse clean distclean
+.PHONY: train learn test test-all lint docs site setup system libero-assets suites wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -41,10 +42,14 @@ learn: setup
 	.venv/bin/embodied sft openvla_small --data demos/learn/red demos/learn/blue --name learn-warm --resume auto
 	.venv/bin/embodied train openvla_small --policy.init learn-warm --name learn --seeds $(SEEDS) --resume auto
 
-test: lint libero-assets
+test: lint libero-assets suites
 	$(PYTEST) $(ARGS)
 
-test-all: lint libero-assets
+# The task files of LIBERO-Plus and LIBERO-PRO.
+suites: setup
+	sh setup/libero_suites.sh
+
+test-all: lint libero-assets suites
 	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 lint: setup

@@ -3,10 +3,10 @@
     python benchmarks/generalisation.py --config reach --json benchmarks/results/generalisation_reach.json
     python benchmarks/generalisation.py --config openvla_small --episodes 50
 
-A policy learns from a script's demonstrations (`before`); from it reinforcement goes on, seed by seed, in the task as it
-is (`after`) and with `env.randomise` at the levels 1 and 2 of the given axes (`randomised`). Each is evaluated on the same
-episodes: unperturbed, and repeated on every axis at the given levels, of which 3 and more are held out from the
-randomisation. What is there already in --out is gone on with.
+A policy learns from a script's demonstrations (`before`); from it reinforcement goes on, seed by seed, in the task as
+it is (`after`) and with `env.randomise` at the levels 1 and 2 of the given axes (`randomised`). Each is evaluated on
+the same episodes: unperturbed, and repeated on every axis at the given levels, of which 3 and more are held out from
+the randomisation. What is there already in --out is gone on with.
 """
 
 from __future__ import annotations

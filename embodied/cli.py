@@ -49,6 +49,8 @@ VERBS = {
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
 OWN = ("import", "bench", "runs", "watch")
 """Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
+NAMES_NO_RUN = {"eval": "--folder", "record": "--out", "profile": "--out", "plan": "--out", "inspect": "--out"}
+"""Verbs that take every setting and begin no run, whose name `--name` would be, and what says where their result is."""
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 """The help with every setting."""
@@ -130,6 +132,11 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     """The arguments as typed data. Defaults of the settings come from the configuration or run that is named."""
     import tyro
 
+    if verb in NAMES_NO_RUN and _given(arguments, "--name"):
+        raise UserError(
+            f"--name is the name of a run that begins, and `embodied {verb}` begins none: leave it out; "
+            f"{NAMES_NO_RUN[verb]} says where the result is written"
+        )
     options: dict[str, Any] = {}
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     asked_for_all = HELP_ALL in arguments

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
-from sim_farm.contract import FarmError, TaskFiles
+from sim_farm.contract import FarmError, PerturbationSuite, TaskFiles
 from sim_farm.registry import backend, nearest, simulators
 
 LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
@@ -34,7 +35,7 @@ CATALOGUE = {
     "gymnasium": Entry(None, packages=("gymnasium",)),
     "libero": Entry(
         tuple(f"{suite}/{index}" for suite, count in LIBERO_SUITES.items() for index in range(count)),
-        "sim_farm.backends.libero.package:assets",
+        "sim_farm.backends.libero.assets:assets",
         packages=("hf-libero", "robosuite", "mujoco"),
         own_files=True,
         other_suites="only LIBERO's own suites are known here, not those that others made of them (LIBERO-PRO, "
@@ -102,6 +103,11 @@ def task_files(task: str) -> TaskFiles | None:
         return None
     files = backend(simulator).files
     return None if files is None else files(task)
+
+
+def suites_of(task: str) -> Mapping[str, PerturbationSuite]:
+    """The published suites of perturbations that the task's simulator has, by name. Imports the simulator."""
+    return backend(task.partition("/")[0]).suites
 
 
 def versions(simulator: str) -> str:

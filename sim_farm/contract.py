@@ -28,7 +28,7 @@ UInt8 = npt.NDArray[np.uint8]
 Orientation = Literal["upright", "stock", "rotated"]
 Gripper = Literal["simulator", "binary", "inverted"]
 
-INSTRUCTION_BYTES = 256
+INSTRUCTION_BYTES = 512
 """Longest instruction in UTF-8 bytes where a task says nothing else: it travels in a slot of fixed size."""
 
 
@@ -263,6 +263,23 @@ class TaskFiles:
     textures are among them, and not in the digest."""
 
 
+Prompt = Literal["intended", "published"]
+"""What a suite of perturbations tells the policy. `intended`: the task's own instruction, and where words are the axis
+those of its task file; `published`: what the suite's own code tells it."""
+
+
+@dataclass(frozen=True)
+class PerturbationSuite:
+    """A published suite of perturbations of a simulator's tasks."""
+
+    axes: tuple[str, ...]
+    table: Callable[[str, Prompt, Sequence[str], Sequence[int]], tuple[Perturbation, ...]]
+    """`(task, prompt, axes, levels)`: the task's perturbations, in the suite's order. Raises `FarmError` where the
+    suite does not have the task, or its files are not here."""
+    notes: Callable[[Sequence[str]], Sequence[str]]
+    """What is to be known of the suite's perturbations of these tasks: how many are left out, and why."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """Entry of a backend in the registry."""
@@ -290,8 +307,11 @@ class Backend:
     """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
     axes: Mapping[str, float] = field(default_factory=dict)
     """Axes of perturbations that its physics and renderer can apply, with the size of one level of a graded one:
-    `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). Pictures and
-    words need nothing of a simulator."""
+    `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). `posture`
+    (`HomePosture`) and `task file` (`TaskFile`) are of published suites alone, and of no size. Pictures and words need
+    nothing of a simulator."""
+    suites: Mapping[str, PerturbationSuite] = field(default_factory=dict)
+    """Published suites of perturbations of its tasks, by name."""
     prepare: Callable[[], None] = lambda: None
     """Makes the simulator's packages importable, before a module that registers tasks of its own imports them."""
 

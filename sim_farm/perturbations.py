@@ -53,7 +53,34 @@ class ObjectOffset:
     kind: Literal["object_offset"] = "object_offset"
 
 
-SceneChange = RobotOffset | ObjectOffset
+@dataclass(frozen=True)
+class HomePosture:
+    """The joints to which the simulator resets the arm, and which its controller holds. A recorded initial state that
+    is restored after the reset has joints of its own."""
+
+    axis: ClassVar[str] = "posture"
+    joints: tuple[float, ...]
+    """In rad."""
+    kind: Literal["home_posture"] = "home_posture"
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """The same objects, where another task file of the simulator and the initial states recorded with it have them."""
+
+    axis: ClassVar[str] = "task file"
+    package: str
+    """Package whose files they are."""
+    task: str
+    """Path of the task file in the package."""
+    states: str
+    """Path of the initial states in the package. An episode's `init_state` is a row of them; of one row alone, that."""
+    sha256: str
+    """Of both files, one after the other."""
+    kind: Literal["task_file"] = "task_file"
+
+
+SceneChange = RobotOffset | ObjectOffset | HomePosture | TaskFile
 
 
 @dataclass(frozen=True)
@@ -120,11 +147,14 @@ class Perturbation:
     """Instruction; `{}` in it stands for the task's own. None: the task's own."""
     from_step: int = 0
     """Env steps of the episode before the change. The observation after so many steps is the first that shows it."""
+    source: str | None = None
+    """Where a suite of perturbations has it: the suite's name and its index there. None: it is of no suite."""
 
     @property
     def digest(self) -> str:
         """sha256 of the perturbation as JSON with sorted keys and without white space."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        known = {key: value for key, value in asdict(self).items() if value is not None or key != "source"}
+        text = json.dumps(known, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def told(self, instruction: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from sim_farm import corruptions
 from sim_farm.contract import UInt8
 
 Picture = Callable[[UInt8, Sequence[float], np.random.Generator], UInt8]
@@ -37,5 +38,10 @@ def _rounded(values: npt.NDArray[np.floating]) -> UInt8:
 PICTURES: dict[str, tuple[Picture, int]] = {
     "gaussian_noise": (gaussian_noise, 1),
     "brightness_contrast": (brightness_contrast, 2),
+    "motion_blur": (corruptions.motion_blur, 1),
+    "gaussian_blur": (corruptions.gaussian_blur, 1),
+    "zoom_blur": (corruptions.zoom_blur, 1),
+    "fog": (corruptions.fog, 1),
+    "glass_blur": (corruptions.glass_blur, 1),
 }
 """The functions by name, each with its number of parameters."""

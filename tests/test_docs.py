@@ -148,7 +148,11 @@ def test_a_link_out_of_the_pages_leads_to_a_copy_on_the_site(tmp_path: Path) -> 
 def test_the_site_is_built_without_a_warning() -> None:
     pytest.importorskip("zensical", reason="`make site` installs what the site is built with")
     assert _script("site").main() == 0
-    assert (ROOT / "build" / "site" / "docs" / "ten-minutes.html").is_file()
+    page = ROOT / "build" / "site" / "docs" / "ten-minutes.html"
+    parts = re.findall(r'<(?:script|link)\b[^>]*?(?:src|href)="?([^"\s>]+)', page.read_text())
+    files = [part.partition("?")[0] for part in parts if not part.startswith(("#", "data:"))]
+    assert len(files) > 3
+    assert [file for file in files if not (page.parent / file).exists()] == [], "nothing comes from elsewhere"
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)

@@ -54,7 +54,8 @@ def test_an_example_trains(example: Any, name: str) -> None:
 
 
 def test_the_evaluation_reads_the_run_of_the_training(example: Any) -> None:
-    trained = example("train").main({**example("train").SETTINGS, "iterations": 2, "eval.episodes": 4})
+    small = {"iterations": 2, "rollout.decisions": 16, "eval.episodes": 4}
+    trained = example("train").main({**example("train").SETTINGS, **small})
     assert trained.evaluation.episodes == 4 and "my/reward_per_step" in trained.metrics()[-1]
     result = example("evaluate").main()
     assert result.episodes == 50 and result.data is not None and not result.data["protocol"]["greedy"]

@@ -14,6 +14,7 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -112,6 +113,7 @@ def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
 def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
+from typing import Any
 import embodied, sim_farm
 from embodied.config.files import CONFIGS
 from embodied.reporting import report
@@ -198,6 +200,7 @@ def test_a_shipped_checkpoint_is_found_from_any_folder(where: str, installed: Pa
     code = """
 import embodied
 from pathlib import Path
+from typing import Any
 for name in ("openvla_tiny", "openvla_oft_tiny"):
     policy = embodied.load_config(name).policy
     print((Path(policy.architecture["checkpoint"]) / "config.json").is_file(), policy.options["checkpoint"])
@@ -244,6 +247,30 @@ def run_in(environment: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.slow
+def test_from_the_wheel_to_an_evaluated_policy_and_its_page(run_in: Callable[..., str], tmp_path: Path) -> None:
+    """The commands of docs/start.md after the installation, at full size."""
+    run_in("embodied", "train", "reach", "--name", "first", "--stop-at-success", "0.95")
+    assert read(tmp_path / "runs/first")[-1]["env/success_recent"] >= 0.95
+    evaluation = json.loads((tmp_path / "runs/first/eval.json").read_text())
+    assert evaluation["success_rate"] >= 0.95 and evaluation["episodes"] == 100
+    code = """
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Thread
+from embodied.commands.watch import serving
+with serving(Path("runs"), 0) as server:
+    Thread(target=server.serve_forever, daemon=True).start()
+    for path in ("/", "/first/"):
+        connection = HTTPConnection("127.0.0.1", server.server_port)
+        connection.request("GET", path)
+        print(connection.getresponse().read().decode())
+    server.shutdown()
+"""
+    shown = run_in("python", "-c", code)
+    assert "finished" in shown and "Success in evaluation" in shown and "data:video/mp4" in shown
+
+
 INSTALLED = stranger.settings(workflow="halved", policy={"kind": "linear", "options": {"std": 0.4}})
 INSTALLED["env"] = {"task": "point/reach", "num_envs": 4}
 MANISKILL = INSTALLED | {
@@ -263,7 +290,7 @@ RAY = ("--runtime.mode", "ray")
     ids=["simulator, policy and estimator", "ManiSkill task"],
 )
 def test_what_a_stranger_installs_trains_goes_on_survives_and_is_evaluated(
-    settings: dict[str, object], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
+    settings: dict[str, Any], code: tuple[str, ...], nth: int, run_in: Callable[..., str], tmp_path: Path
 ) -> None:
     places = run_in("python", "-c", "import embodied, stranger; print(embodied.__file__, stranger.__file__)").split()
     assert all("site-packages" in place and not Path(place).is_relative_to(ROOT) for place in places), places
@@ -283,9 +310,8 @@ def test_what_a_stranger_installs_trains_goes_on_survives_and_is_evaluated(
     assert_same_run(tmp_path / "runs/ray", tmp_path / "runs/whole")
     assert [row["iteration"] for row in read(tmp_path / "runs/ray")] == [1, 2, 3]
     printed = [run_in("embodied", "eval", "ray", *code, *mode) for mode in (("--runtime.mode", "inline"), RAY)]
-    rows = [
-        next(line for line in text.splitlines() if line.startswith(f"| {settings['env']['task']}")) for text in printed
-    ]
+    task = settings["env"]["task"]
+    rows = [next(line for line in text.splitlines() if line.startswith(f"| {task}")) for text in printed]
     assert rows[0] == rows[1]
 
 

@@ -43,6 +43,7 @@ class TrainArguments:
         first_checks.check_trackers(self.settings)
         if not self.sweep:
             first_checks.check_policy(self.settings, resumed=self.resume == "auto")
+            first_checks.check_settings(self.settings)
             first_checks.check_rollouts(self.settings)
             first_checks.check_farms(self.settings)
             first_checks.check_trials(self.settings)

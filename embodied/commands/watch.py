@@ -80,8 +80,8 @@ def run(args: Arguments) -> dict[str, Any]:
     check_folder(args.runs_dir)
     with serving(args.runs_dir, args.port) as server:
         address = f"http://{HOST}:{server.server_port}/"
-        tell(f"{args.runs_dir}: {address} (Ctrl-C ends it)")
         try:
+            tell(f"{args.runs_dir}: {address} (Ctrl-C ends it)")
             server.serve_forever()
         except KeyboardInterrupt:
             print()  # below the terminal's ^C

@@ -509,10 +509,17 @@ class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
     """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`;
     none: env.task alone."""
-    protocol: Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl", "generalisation"] | None = None
+    protocol: (
+        Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl", "libero-plus", "libero-pro", "generalisation"]
+        | None
+    ) = None
     """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
-    and gripper (docs/evaluating.md); `generalisation`: as env says, under graded perturbations of every axis
-    (docs/generalisation.md); None: as env says."""
+    and gripper (docs/evaluating.md); `libero-plus`, `libero-pro`: these suites of perturbations of LIBERO;
+    `generalisation`: as env says, under graded perturbations of every axis (docs/generalisation.md); None: as env
+    says."""
+    prompt: Literal["intended", "published"] = "intended"
+    """What the policy is told under `libero-plus` and `libero-pro`: the instruction that is meant, or what the suite's
+    own code tells it, made from the name of the task file."""
     axes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
     """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`;
     none: with the protocol `generalisation` all that the simulator has and the policy notices, else no perturbation."""

@@ -29,7 +29,7 @@ from embodied.evaluation.conditions import (
 )
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
-from embodied.evaluation.protocol import Protocol, as_data, suite_of
+from embodied.evaluation.protocol import Protocol, as_data, suite_notes, suite_of
 from embodied.evaluation.provenance import (
     TrainedStarts,
     lineage,
@@ -149,10 +149,10 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         )
     except (KeyboardInterrupt, PolicyError) as error:
         kept = f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them"
-        if isinstance(error, PolicyError) and folder.outcomes:
-            raise PolicyError(f"{error}. {kept}") from error
-        if not isinstance(error, PolicyError):
+        if isinstance(error, KeyboardInterrupt):
             _say(kept)
+        elif subject.server is not None and folder.outcomes:  # a server that is started again can go on
+            raise PolicyError(f"{error}. {kept}") from error
         raise
     folder.put_in_order()
     everything = folder.in_order()
@@ -340,6 +340,7 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
     files = [found for task in protocol.tasks if (found := task_files(task)) is not None]
     found = list(dict.fromkeys(note for one in files for note in one.foreign))
+    found += suite_notes(protocol)
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]

@@ -100,7 +100,7 @@ class EvalFolder:
         folders of the same episodes have the same file."""
         self.close()
         self._lines = None
-        lines = [json.dumps(_to_line(outcome)) for outcome in self.in_order()]
+        lines = [json.dumps(_to_line(outcome, self.identity.protocol)) for outcome in self.in_order()]
         write_whole(self.path / EPISODES, "".join(f"{line}\n" for line in lines))
 
     def close(self) -> None:
@@ -240,6 +240,7 @@ def _to_line(outcome: EpisodeOutcome, protocol: Protocol) -> dict[str, Any]:
             "level": other.level,
             "from_step": other.from_step,
             "perturbation_sha256": other.digest,
+            **({} if other.source is None else {"source": other.source}),
         }
     return {
         "task": outcome.task,

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config.schema import Config
+from embodied.config.schema import Config, EvalConfig
 from embodied.errors import UserError, nearest
-from sim_farm.catalogue import foreign_suite, task_files, task_names
+from sim_farm.catalogue import foreign_suite, suites_of, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.graded_axes import axes_of, graded
@@ -39,7 +39,8 @@ class Preset:
     source: str
     limits: Mapping[str, int]
     """Env steps of an episode after settling, by suite."""
-    gripper: Gripper
+    gripper: Gripper | None
+    """None: the configuration's."""
     greedy: bool
     env_seed: int
     seeding: Seeding
@@ -51,11 +52,18 @@ class Preset:
     settle_steps: int = 10
     orientation: Orientation = "rotated"
     image_size: int = 256
+    suite: str | None = None
+    """The simulator's suite of perturbations (`Backend.suites`) under which every trial is repeated."""
 
 
 def _limits(spatial: int, object: int, goal: int, ten: int, ninety: int) -> dict[str, int]:
     suites = ("spatial", "object", "goal", "10", "90")
     return {f"libero/libero_{suite}": n for suite, n in zip(suites, (spatial, object, goal, ten, ninety), strict=True)}
+
+
+def _four_limits() -> dict[str, int]:
+    """Those of the suites that have variants."""
+    return {suite: limit for suite, limit in _limits(220, 280, 300, 520, 400).items() if not suite.endswith("_90")}
 
 
 PRESETS = {
@@ -98,6 +106,28 @@ PRESETS = {
         seeding="each",
         chunk=8,
         cameras=("agentview",),
+    ),
+    "libero-plus": Preset(
+        # One trial of each variant, in an environment of its own. The gripper's meaning is the policy's.
+        "github.com/sylvestf/LIBERO-plus",
+        _four_limits(),
+        gripper=None,
+        greedy=True,
+        env_seed=7,
+        seeding="each",
+        chunk=None,
+        trials=1,
+        suite="libero-plus",
+    ),
+    "libero-pro": Preset(
+        "github.com/Zxy-MLlab/LIBERO-PRO",
+        _four_limits(),
+        gripper=None,
+        greedy=True,
+        env_seed=7,
+        seeding="once",
+        chunk=None,
+        suite="libero-pro",
     ),
 }
 """Published protocols by name. `greedy` is what the project's own evaluation does: flow policies draw their noise."""
@@ -368,17 +398,47 @@ def protocol_of(config: Config) -> Protocol:
 
 def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
     """The perturbations of the task that the settings ask for. Raises `FarmError` for an axis that its simulator has
-    not or the policy cannot notice, and for a level out of range."""
+    not or the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
     settings, reads = config.eval, config.policy.reads
     axes = settings.perturbed_axes
+    suite = PRESETS[settings.protocol].suite if settings.protocol in PRESETS else None
+    if suite is not None:
+        return _of_suite(config, task, suite)
     if settings.protocol == GENERALISATION and not axes and not settings.events:
         axes = axes_of(task, reads)
+    if settings.levels != EvalConfig().levels and not axes:
+        raise UserError(
+            f"eval.levels is {settings.levels}, and no axis is evaluated: name some by eval.axes, set eval.protocol to "
+            f"{GENERALISATION}, or leave the levels away"
+        )
     found = [graded(task, axis, level, reads) for axis in axes for level in settings.perturbed_levels]
     for event in settings.events:
         # The axis is checked, whoever gives the words.
         one = graded(task, event.axis, event.level or 1, reads, event.step)
         found.append(one if event.instruction is None else replace(one, level=0, words=event.instruction))
     return tuple(found)
+
+
+def _of_suite(config: Config, task: str, suite: str) -> tuple[Perturbation, ...]:
+    """The perturbations of the task that a published suite has, on the axes and levels that the settings name."""
+    settings = config.eval
+    if settings.events:
+        raise UserError(f"the protocol {suite} has no events: leave --eval.event away")
+    found = suites_of(task).get(suite)
+    if found is None:
+        raise UserError(f"the protocol {suite} says nothing of {task}")
+    for axis in settings.perturbed_axes:
+        if axis not in found.axes:
+            raise UserError(f"the protocol {suite} has no axis {axis!r}: it has {', '.join(found.axes)}")
+    return found.table(task, settings.prompt, settings.perturbed_axes or found.axes, settings.perturbed_levels)
+
+
+def suite_notes(protocol: Protocol) -> list[str]:
+    """What is to be known of the published suite of perturbations that the protocol follows."""
+    suite = PRESETS[protocol.name].suite if protocol.name in PRESETS else None
+    if suite is None:
+        return []
+    return list(suites_of(protocol.tasks[0])[suite].notes(protocol.tasks))
 
 
 def _published(own: Protocol, name: str, config: Config) -> Protocol:
@@ -405,7 +465,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
         settle_steps=preset.settle_steps,
         orientation=preset.orientation,
         image_size=preset.image_size,
-        gripper=preset.gripper,
+        gripper=preset.gripper or own.gripper,
         greedy=preset.greedy if config.eval.greedy is None else config.eval.greedy,
     )
 

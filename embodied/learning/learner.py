@@ -239,7 +239,8 @@ class Learner(WeightsPublisher):
             statistics = self._update.step_accumulated(samples, iteration)
         else:
             statistics = self._update.run(samples, iteration, found.lag > 0)
-        if len(samples) and defines(self.policy, "observe"):
+        # Weights that were learned elsewhere read what the statistics beside them make of an observation.
+        if len(samples) and self._config.policy.init is None and defines(self.policy, "observe"):
             self.policy.observe(samples.decisions.inputs(self._device, frames=False))
         await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
         return statistics

@@ -33,10 +33,6 @@ class Scorer:
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     makes: ClassVar[frozenset[str]] = takes
     """Data of edges to and from a scorer: whole rollouts, or parts of whole episodes."""
-    reads: ClassVar[frozenset[str]] = frozenset()
-    """Sections of the configuration that are this scorer's: in a workflow without it they are refused."""
-    adds: ClassVar[frozenset[str]] = frozenset()
-    """Fields of `Trajectories` that are None before it, and filled after."""
 
     def __init__(self, affinity: Affinity | None = None) -> None:
         self._affinity = affinity or Affinity()
@@ -75,8 +71,6 @@ class ReferenceWorker(Scorer):
     this run, the reference is the learner's own policy without the adapter, and takes no memory. Otherwise it is a
     frozen copy.
     """
-
-    adds: ClassVar[frozenset[str]] = frozenset({"reference_log_prob"})
 
     def __init__(self, context: WorkerContext, policy: Policy | None) -> None:
         """`policy`: the one that training begins with; None if `share` is called later."""
@@ -146,8 +140,6 @@ class RewardWorker(Scorer):
     policy. The judgement is the decision's whole reward, credited to the last of its executed actions. Successes and
     ends of episodes stay the simulator's.
     """
-
-    reads: ClassVar[frozenset[str]] = frozenset({"reward"})
 
     def __init__(
         self, judge: Judge, threshold: float | None, rows: int, device: torch.device, affinity: Affinity | None = None

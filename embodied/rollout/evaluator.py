@@ -76,14 +76,16 @@ class EpisodeResult(EpisodeOutcome):
 
 def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int], paired: int = 0) -> FarmSpec:
     """The farm with the trials `left` (indices of `specs`) assigned: trial t to row t % rows of a group. With `paired`
-    (`ListedEpisodes`) to that of the trial which it repeats."""
+    (`ListedEpisodes`) to that of the trial which it repeats, unless fewer than the rows are repeated: the others would
+    stand idle."""
     listed = ListedEpisodes(specs, spec.num_envs, paired=paired)
     queues: list[list[int]] = [[] for _ in range(spec.num_envs)]
     if spec.num_envs % (spec.physics_workers * spec.groups) == 0:  # otherwise the farm refuses, and says why
         rows = spec.num_envs // spec.groups
         groups = [[e for e in range(spec.num_envs) if spec.group_of(e) == group] for group in range(spec.groups)]
         for row in range(rows):
-            for turn, trial in enumerate(t for t in left if listed.unperturbed(t) % rows == row):
+            mine = [t for t in left if (listed.unperturbed(t) if paired >= rows else t) % rows == row]
+            for turn, trial in enumerate(mine):
                 queues[groups[turn % spec.groups][row]].append(trial)
     return replace(spec, episodes=replace(listed, queues=tuple(map(tuple, queues))))
 

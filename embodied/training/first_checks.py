@@ -13,6 +13,7 @@ from embodied.config.schema import HERE, Config
 from embodied.reporting.trackers import check_packages
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_episode_groups, physics_workers_of, tasks_of
+from embodied.workflows.unread import check_unread
 from policies.kinds import check_folders, check_kind
 from sim_farm.catalogue import check_task
 from sim_farm.client.task_farm import check_division
@@ -37,6 +38,12 @@ def check_rollouts(config: Config) -> None:
         check_task(task.env.task)
     if ":" not in config.workflow and recipe_of(config).rollout == "episodes":
         check_episode_groups(config)
+
+
+def check_settings(config: Config) -> None:
+    """Check that the workflow reads what is set. One of your own is code, which has to be imported first."""
+    if ":" not in config.workflow:
+        check_unread(config)
 
 
 def check_farms(config: Config) -> None:

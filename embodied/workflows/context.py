@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import policies
-from embodied.config.schema import Config
+from embodied.config.schema import Config, EnvConfig
 from embodied.devices import Affinity, find_device, settle
 from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
@@ -75,8 +75,13 @@ def task_spec(config: Config) -> TaskSpec:
 
 def randomisation(config: Config) -> tuple[Perturbation, ...]:
     """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator has not or
-    the policy cannot notice, and for a level out of range."""
+    the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
     env = config.env
+    if env.randomise_levels != EnvConfig().randomise_levels and not env.randomise:
+        raise UserError(
+            f"env.randomise_levels is {env.randomise_levels}, and no axis is randomised: name some by env.randomise, "
+            "or leave the levels away"
+        )
     pairs = [(axis, level) for axis in env.perturbed_axes for level in env.perturbed_levels]
     return tuple(graded(env.task, axis, level, config.policy.reads) for axis, level in pairs)
 

@@ -33,6 +33,10 @@ class WorkflowComponent:
     """The worker's class as `package.module:Class`. Classes of `sim_farm` live in the farm, one or several per task."""
     movable: bool = False
     """May work on other nodes than the one where the command is typed."""
+    reads: tuple[str, ...] = ()
+    """Sections of the configuration that are this component's: in a workflow without it they are refused."""
+    adds: tuple[str, ...] = ()
+    """Fields of `Trajectories` that are None before this component, and filled after."""
 
     @property
     def per_task(self) -> bool:
@@ -72,11 +76,13 @@ REFERENCE = WorkflowComponent(
     "reference",
     "evaluates decisions under the policy that training began with",
     "embodied.learning.scorers:ReferenceWorker",
+    adds=("reference_log_prob",),
 )
 REWARD = WorkflowComponent(
     "reward",
     "computes rewards from frames and instructions, in place of the simulator",
     "embodied.learning.scorers:RewardWorker",
+    reads=("reward",),
 )
 
 

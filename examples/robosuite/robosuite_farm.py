@@ -1,4 +1,4 @@
-"""`robosuite/<task>`: the tasks of robosuite 1.4 (Lift, Stack, PickPlace, NutAssembly, Door, Wipe, two arms), by Pandas.
+"""`robosuite/<task>`: tasks of robosuite 1.4 (Lift, Stack, PickPlace, NutAssembly, Door, Wipe, two arms), by Pandas.
 
 The environment is robosuite's own, stepped by its own `step`. It samples its observations within a control step, and
 what is drawn is of that moment: so the scene is one more of its observables.
@@ -41,7 +41,8 @@ FIELDS = ("body_pos", "body_quat", "site_pos", "site_rgba", "geom_rgba")
 class RobosuitePhysics:
     """One environment of a robosuite task, with robosuite's own noise of the robot's first pose.
 
-    An episode is what an environment plays whose random numbers begin with `np.random.seed(episode.seed)`. Actions are
+    An episode is what an environment plays whose random numbers begin with `np.random.seed(episode.seed)`. Sizes that
+    robosuite draws when it loads a model (Lift's cube: 4.0 to 4.4 cm) are those of one load, the same for all. Actions are
     those of the controller (`osc_pose`: 5 cm and 0.5 rad of the hand's goal, and the gripper; two arms one after the
     other), in [-1, 1]. The state is the robots' proprioception and the objects' observations; proprioception is the
     position and orientation (x, y, z, w) of each hand and its fingers' positions. Success ends an episode unless
@@ -93,7 +94,7 @@ class RobosuitePhysics:
         self._steps_left = 0
 
     def _drawn(self) -> Any:
-        """Observations of an episode's beginning; robosuite raises where an object finds no room, and is asked again."""
+        """Observations of an episode's beginning. Where an object finds no room robosuite raises: it is asked again."""
         while True:
             for name, values in self._pristine.items():
                 getattr(self._model, name)[...] = values
@@ -169,11 +170,12 @@ def _build_of(spec: TaskSpec) -> tuple[str, str]:
 
 @functools.cache
 def _built(task: str, control_mode: str) -> tuple[mujoco.MjModel, dict[str, Any]]:
-    """The task's model as a reset leaves it, and the sizes that an environment alone knows."""
+    """The task's model as a reset leaves it, which hides marks, and the sizes that an environment alone knows."""
     env = _environment(task, control_mode, shaped=True)
-    model = copy.copy(env.sim.model._model)
     with _callers_generator():
+        np.random.seed(0)
         proprio, state = _seen(env.reset())
+    model = copy.copy(env.sim.model._model)
     low, high = env.action_spec
     env.close()
     return model, {
@@ -196,7 +198,7 @@ def _sizes(task: str, control_mode: str) -> dict[str, Any]:
 def _environment(task: str, control_mode: str, shaped: bool) -> Any:
     arms = 2 if task.startswith("TwoArm") else 1
     with _callers_generator():
-        np.random.seed(0)  # its constructor draws a beginning that nobody plays
+        np.random.seed(0)  # its constructor draws the sizes of objects, and a beginning that nobody plays
         return robosuite.make(
             task,
             robots=["Panda"] * arms,

@@ -148,11 +148,13 @@ class Canvas:
         assert self._context is not None, "the canvas is closed"
         self._context.make_current()
 
-    def draw(self, data: mujoco.MjData, camera: int, out: UInt8) -> None:
-        """Fill `out` [size, size, 3] with what the camera of that index sees; `data` holds the kinematics."""
-        self._camera.fixedcamid = camera
+    def draw(self, data: mujoco.MjData, camera: int | mujoco.MjvCamera, out: UInt8) -> None:
+        """Fill `out` [size, size, 3] with what the model's camera of that index sees, or one that is in no model;
+        `data` holds the kinematics."""
+        if isinstance(camera, int):
+            self._camera.fixedcamid, camera = camera, self._camera
         category = mujoco.mjtCatBit.mjCAT_ALL.value
-        mujoco.mjv_updateScene(self._model, data, self._option, None, self._camera, category, self._scene)
+        mujoco.mjv_updateScene(self._model, data, self._option, None, camera, category, self._scene)
         mujoco.mjr_render(self._rect, self._scene, self._target)
         mujoco.mjr_readPixels(self._pixels, None, self._rect, self._target)
         out[:] = self._pixels[::-1]  # OpenGL's first row is the lowest.

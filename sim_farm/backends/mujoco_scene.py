@@ -45,10 +45,10 @@ def scene_bytes(model: mujoco.MjModel) -> int:
 
 
 def camera_names(spec: TaskSpec, model: mujoco.MjModel, first: Sequence[str] = ()) -> tuple[str, ...]:
-    """The cameras that the spec asks for, by name or by number: of the model's, those of `first` come first. Raises
-    `FarmError` for one that the model lacks."""
+    """The cameras that the spec asks for, by name or by number: those of `first`, which need not be the model's, then
+    the model's others. Raises `FarmError` for one that there is not."""
     every = [model.camera(index).name for index in range(model.ncam)]
-    valid = [*(name for name in first if name in every), *(name for name in every if name not in first)]
+    valid = [*first, *(name for name in every if name not in first)]
     if isinstance(spec.cameras, int):
         if spec.cameras > len(valid):
             raise FarmError(f"{spec.name} has {len(valid)} cameras ({', '.join(valid)}), got cameras={spec.cameras}")
@@ -62,14 +62,21 @@ def camera_names(spec: TaskSpec, model: mujoco.MjModel, first: Sequence[str] = (
 class SceneRenderer:
     """Draws the scenes of one task from one replica of its model; geoms of `hidden_groups` are left out.
 
-    The OpenGL context is made by the first `render`, and belongs to the thread that called it: later calls, and
-    `close`, come from the same one.
+    `views` are cameras that are in no model, by their names. The OpenGL context is made by the first `render`, and
+    belongs to the thread that called it: later calls, and `close`, come from the same one.
     """
 
-    def __init__(self, info: TaskInfo, model: mujoco.MjModel, hidden_groups: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        info: TaskInfo,
+        model: mujoco.MjModel,
+        *,
+        hidden_groups: tuple[int, ...] = (),
+        views: Mapping[str, mujoco.MjvCamera] | None = None,
+    ) -> None:
         self.info = info
         self._model, self._data = model, mujoco.MjData(model)
-        self._hidden_groups = hidden_groups
+        self._hidden_groups, self._views = hidden_groups, views or {}
         self._canvas: Canvas | None = None
 
     def render(
@@ -83,7 +90,8 @@ class SceneRenderer:
         for index, scene in enumerate(scenes):
             self._pose(scene)
             for name in cameras:
-                self._canvas.draw(self._data, self._model.camera(name).id, frames[name][index])
+                camera = self._views[name] if name in self._views else self._model.camera(name).id
+                self._canvas.draw(self._data, camera, frames[name][index])
         return frames
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,16 @@ from torch import Tensor
 from sim_farm.shared_memory.memory import FOLDER
 from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
 
+ZOMBIE = psutil.STATUS_ZOMBIE
 PROPERTIES = SimpleNamespace(total_memory=GPU_BYTES, uuid="pretence")
+
+
+def is_rays(process: psutil.Process) -> bool:
+    """True for Ray's own processes and those of its actors."""
+    try:
+        return process.name().startswith(("ray::", "raylet", "gcs_server"))
+    except psutil.NoSuchProcess:
+        return False
 
 
 class SharedRay:
@@ -44,14 +54,18 @@ class SharedRay:
         return self._runtime
 
     def close(self) -> None:
-        """Raises `AssertionError` where shared memory is left behind."""
+        """Raises `AssertionError` where shared memory or a process of Ray is left behind."""
         self._patch.undo()
         if self._runtime is not None:
             memories = [FOLDER / process._memory.name for process in self._runtime._processes]
             self._runtime, runtime = None, self._runtime
             assert all(memory.exists() for memory in memories)
+            rays = [process for process in psutil.Process().children(recursive=True) if is_rays(process)]
+            assert rays, "no process of Ray was found"
             runtime.close()
             assert not any(memory.exists() for memory in memories), "shared memory is left behind"
+            left = [process for process in psutil.wait_procs(rays, timeout=240)[1] if process.status() != ZOMBIE]
+            assert not left, "processes are left behind"
 
 
 @pytest.fixture(scope="session")

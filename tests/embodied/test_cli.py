@@ -270,7 +270,7 @@ def test_policies_that_read_images_need_a_camera(tmp_path: Path) -> None:
     assert "env.cameras" in output
 
 
-SETTINGS_VERBS = ("train", "sft", "eval", "record", "profile", "plan", "compare", "inspect")
+SETTINGS_VERBS = ("train", "sft", "eval", "record", "serve", "profile", "plan", "compare", "inspect")
 """Verbs that take every setting."""
 
 
@@ -344,6 +344,10 @@ MISTAKES = {
     "learned": ("sft pi0_small --policy.kind pi1", "did you mean pi0"),
     "planned": ("plan reach --policy.kind gausian_mlp", "did you mean gaussian_mlp"),
     "measured": ("profile reach --env.task tabletop/rech", "did you mean tabletop/reach"),
+    "unread": ("train reach --reward.function a.b:C", "reward.function is 'a.b:C', and the workflow ppo has no reward"),
+    "compared with": ("train reach --loss.reference_kl 0.1", "set workflow to ppo_reference or grpo_reference"),
+    "named": ("eval reach --name mine", "`embodied eval` begins none: leave it out; --folder says where"),
+    "profiled": ("profile reach --name=mine", "`embodied profile` begins none: leave it out; --out says where"),
     "removed": ("eval pi0_small --policy.options.chekpoint=", "did you mean --policy.options.checkpoint=?"),
 }
 
@@ -397,7 +401,7 @@ def test_a_module_that_hides_one_of_ours_is_named_with_ours(name: str, tmp_path:
 
 def test_a_folder_that_hides_nothing_is_no_mistake(tmp_path: Path) -> None:
     (tmp_path / "policies").mkdir()  # without __init__.py: Python prefers a package
-    assert hidden(tmp_path, sys.executable, "-c", "import embodied, policies; policies.PolicyError") == (0, "")
+    assert hidden(tmp_path, sys.executable, "-c", "import embodied, policies.errors") == (0, "")
 
 
 def test_help_may_be_read_in_part() -> None:

@@ -124,9 +124,9 @@ def expected_bytes(spec: FarmSpec, sizes: dict[str, int], environments: list[lis
     opening = 4 + len(environments) * (8 + size((*remote.REQUEST, *remote.STANDING)))
     sent = opening + messages * 4 + len(rows) * (8 + size(remote.REQUEST))
     ended = [row for row in rows if "final state" in row]
-    begun = len(environments) + len(ended)
+    told = len(environments)  # once: every episode of a task is told the same
     received = messages * 8 + len(rows) * size((*remote.OUTCOME, *remote.OBSERVED, *shown))
-    received += begun * size(remote.TOLD) + len(ended) * size(remote.ENDED)
+    received += told * size(remote.TOLD) + len(ended) * size(remote.ENDED)
     received += sum(bool(shown) and bool(row["final drawn"]) for row in ended) * size(remote.DRAWN)
     return [sent, received]
 

@@ -216,7 +216,7 @@ def config_of(epochs: int = 2, unit: str = "action", **loss: Any) -> Config:
 @pytest.mark.parametrize(
     ("lag", "kind", "unit"),
     often(
-        [(0, "gaussian_mlp", "chunk"), (0, "flow", "action")],
+        [(0, "flow", "action")],
         [(lag, kind, unit) for lag in (0, 1) for kind in KINDS for unit in ("chunk", "action", "element")],
     ),
 )

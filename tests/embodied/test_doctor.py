@@ -32,10 +32,14 @@ class Diagnosis:
         return next(check for check in self.report["checks"] if check["name"] == name)
 
 
-def diagnose(folder: Path, *options: str, **environment: str) -> Diagnosis:
-    """What the doctor says in a process with these options of Python and environment variables."""
+BARE = sys.base_prefix + "/bin/python3"
+"""The Python from which the virtual environment was made: what the doctor starts finds no packages either."""
+
+
+def diagnose(folder: Path, *options: str, python: str = sys.executable, **environment: str) -> Diagnosis:
+    """What the doctor says in a process of that Python with these options and environment variables."""
     path = folder / "doctor.json"
-    command = [sys.executable, *options, "-P", str(ROOT / "embodied/doctor/checks.py"), "--json", str(path)]
+    command = [python, *options, "-P", str(ROOT / "embodied/doctor/checks.py"), "--json", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
     return Diagnosis(result.returncode, json.loads(path.read_text()), result.stdout)
 
@@ -65,7 +69,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
     folder = tmp_path_factory.mktemp("bare")
     nowhere = str(folder / "nowhere")
     assets = {"LIBERO_CONFIG_PATH": nowhere, "MS_ASSET_DIR": nowhere}
-    return diagnose(folder, "-S", PYTHONPATH="", **no_vulkan(folder), **assets)
+    return diagnose(folder, "-S", python=BARE, PYTHONPATH="", **no_vulkan(folder), **assets)
 
 
 @pytest.fixture(params=often(("bare",), ("here", "bare")))

@@ -57,7 +57,7 @@ def test_default_axes_are_those_that_the_policy_notices() -> None:
 
 def test_perturbations_are_in_the_hash_and_survive_json() -> None:
     perturbed = protocol_of(config(SEEING, eval={"event": ["objects:3@2", "words:go to the blue ball@4"]}))
-    plain = protocol_of(config(SEEING, eval={"axes": []}))
+    plain = protocol_of(config(SEEING, eval={"axes": [], "levels": "1-5"}))
     assert from_data(json.loads(json.dumps(as_data(perturbed)))) == perturbed
     assert perturbed.sha256 != plain.sha256 and "perturbations" not in as_data(plain)
     other = protocol_of(config(SEEING, eval={"event": ["objects:4@2", "words:go to the blue ball@4"]}))
@@ -77,7 +77,8 @@ def test_what_is_no_event_is_refused(text: str) -> None:
     [
         ({"axes": ["camra"]}, "camra.*did you mean camera"),
         ({"axes": ["start"], "levels": "1-9"}, "levels 1 to 5, got 6"),
-        ({"axes": [], "event": ["lighting:3@2"]}, "no axis .*lighting"),
+        ({"axes": [], "levels": "1-5", "event": ["lighting:3@2"]}, "no axis .*lighting"),
+        ({"axes": [], "levels": "1,2"}, "levels is 1,2, and no axis is evaluated"),
         ({"axes": ["words"], "instruction": "go"}, "takes the place of every instruction"),
     ],
 )
@@ -203,6 +204,8 @@ def test_training_draws_from_the_axes_and_evaluation_does_not(tmp_path: Path) ->
     drawn = {episodes_of(settings, 1).spec(0, n).perturbation for n in range(100)}  # type: ignore[union-attr]
     assert drawn == {None, 0, 1, 2, 3}
     assert {spec.perturbation for spec in protocol_of(settings).episodes("tabletop/reach")} == {None}
+    with pytest.raises(UserError, match="no axis is randomised"):
+        episodes_of(config(env={"randomise_levels": "1,2"}), 1)
     with pytest.raises(FarmError, match="reads images"):
         episodes_of(config(env={"randomise": ["noise"]}), 1)
 

@@ -19,6 +19,7 @@ from embodied.planning.profiler import profile_config
 from schedulers import Plan, PlanError, Profile
 from tests.embodied import planned
 from tests.embodied.planned import CORES, ENVS, IMAGES, SETTINGS, Commands, assert_same_parameters, train, write_config
+from tests.variants import often
 
 few_iterations, profile, files, embodied = planned.few_iterations, planned.profile, planned.files, planned.embodied
 
@@ -181,7 +182,7 @@ def test_a_plan_comes_with_its_reasons_its_timeline_and_its_picture(embodied: Co
     assert Path("plan/predicted.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("mode", ["collocated", "hybrid", "disaggregated"])
+@pytest.mark.parametrize("mode", often(["hybrid"], ["collocated", "hybrid", "disaggregated"]))
 def test_one_mode_can_be_requested(mode: str, embodied: Commands, files: Path) -> None:
     embodied.done("plan", "small.yaml", "--plan.mode", mode)
     assert schedulers.load(Plan, "plan/plan.json").mode == mode

@@ -17,8 +17,9 @@ from embodied.errors import UserError
 from embodied.metric import undeclared
 from embodied.reporting import metrics
 from embodied.training.declared_metrics import COUNTS, TRAINING
-from embodied.workflows.checks import DEFAULTS, READERS, check_unread
 from embodied.workflows.recipes import PPO, RECIPES
+from embodied.workflows.unread import DEFAULTS, READERS, check_unread
+from tests.variants import often
 
 SMALL: dict[str, Any] = {
     "seed": 2,
@@ -93,7 +94,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("workflow", sorted(OF_WORKFLOWS))
+OFTEN = ("grpo", "ppo", "ppo_reward", "reinforce_reference", "stepnft")
+"""Between them all that reads settings; the others combine the same."""
+
+
+@pytest.mark.parametrize("workflow", often(OFTEN, sorted(OF_WORKFLOWS)))
 def test_a_setting_is_read_or_refused(workflow: str, read: set[str], tmp_path: Path) -> None:
     train_run(config_of(workflow, name="law"), "law", tmp_path, resume=False)
     unread = set(all_settings()) - read - PLACED - OF_FAILURES - OF_OTHER_COMMANDS

@@ -29,8 +29,9 @@ from sim_farm.workers import faults
 from tests.embodied.test_resume import STATES, assert_same_run
 from tests.full_disk import full_disk
 
-DEADLINE_S = 12.0
-"""Long enough for workers to import while two cores are busy; a stopped one costs so much, twice."""
+DEADLINE_S = 60.0
+"""Of every call, so that of a worker's start too, which takes long while two cores are busy; a stopped worker costs so
+much, twice."""
 FAULTS = {
     "learner": {"worker": "learner", "phase": "finish", "kind": "kill", "nth": 3},
     "physics": {"worker": "physics 1", "phase": "step", "kind": "raise", "nth": 40},

@@ -149,8 +149,9 @@ def test_physics_behind_a_relay_gives_what_physics_beside_the_client_gives(spec:
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, Relays()), "a relay changes results")
 
 
-@EVERY_SHAPE
-def test_a_group_in_parts_gives_the_same(spec: FarmSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", often(("drawn starts", "listed"), SHAPES))
+def test_a_group_in_parts_gives_the_same(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SHAPES[shape]
     monkeypatch.setattr(remote, "ANSWER_BYTES", 1)
     host = Relays()
     assert_same(run(spec, chunks=CHUNKS), trace_of(spec, host), "parts change results")

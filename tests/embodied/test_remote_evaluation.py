@@ -183,7 +183,10 @@ def test_a_remote_policy_is_not_trained(tmp_path: Path, capsys: pytest.CaptureFi
 def test_environments_of_another_convention_than_the_served_policys_are_refused(tmp_path: Path) -> None:
     pictures = {"env": {"cameras": 1, "image_size": 32, "task": "tabletop/reach", "orientation": "rotated"}}
     with serving(small_policy()) as (address, _), pytest.raises(UserError, match="set env.orientation to upright"):
-        base = {**STATES, "policy": {**STATES["policy"], "reads": ["images", "proprio"], "options": {"address": address}}}
+        base = {
+            **STATES,
+            "policy": {**STATES["policy"], "reads": ["images", "proprio"], "options": {"address": address}},
+        }
         evaluate_run("remote", config(base, **pictures), None, tmp_path, into=tmp_path / "e")
 
 
@@ -222,7 +225,14 @@ def test_the_published_client_gets_the_actions_that_act_gives_bit_for_bit(publis
     arrays = {key.replace("/", ":"): np.stack([each[key] for each in sent]) for key in keys}
     np.savez(tmp_path / "sent.npz", **arrays)  # type: ignore[arg-type]
     with serving(loaded) as (address, _):
-        program = [sys.executable, "-c", CLIENT, address.rpartition(":")[2], tmp_path / "sent.npz", tmp_path / "got.npy"]
+        program = [
+            sys.executable,
+            "-c",
+            CLIENT,
+            address.rpartition(":")[2],
+            tmp_path / "sent.npz",
+            tmp_path / "got.npy",
+        ]
         environment = {**os.environ, "PYTHONPATH": str(published)}
         done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == '["embodied"]'

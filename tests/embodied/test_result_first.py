@@ -15,6 +15,7 @@ from embodied.commands.train import train_run
 from embodied.config.files import parse_config
 from sim_farm.backends import tabletop
 from sim_farm.contract import TaskSpec
+from tests.variants import often
 
 SETTINGS: dict[str, Any] = {
     "iterations": 1,
@@ -47,7 +48,11 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], 
 
 
 @pytest.mark.parametrize(
-    ("renderer", "filmed"), [(tabletop.BACKEND.make_renderer, True), (CannotDraw, False), (None, False)]
+    ("renderer", "filmed"),
+    often(
+        [(tabletop.BACKEND.make_renderer, True), (CannotDraw, False)],
+        [(tabletop.BACKEND.make_renderer, True), (CannotDraw, False), (None, False)],
+    ),
 )
 def test_a_film_that_fails_costs_the_film(renderer: Any, filmed: bool, trained: Any, capsys: Any) -> None:
     result, folder = trained(renderer)

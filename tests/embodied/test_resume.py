@@ -314,7 +314,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+# After a call is before the next one.
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["before", "after"])
 @pytest.mark.parametrize("method", CALLS)
 def test_a_run_interrupted_at_any_call_goes_on_as_if_it_had_not_been(
     method: str, after: bool, whole: Path, tmp_path: Path

@@ -471,6 +471,7 @@ def test_an_interrupted_run_ends_with_a_checkpoint_of_its_last_iteration(tmp_pat
     assert checkpoint.read_state(last).iteration == rows[-1]["iteration"] == len(rows)
 
 
+@pytest.mark.slow  # in the default run `SharedRay.close` says so, of whatever the tests have left
 def test_closing_leaves_no_process_and_no_shared_memory(cluster: RayRuntime, shared_ray: SharedRay) -> None:
     """The last test of all that share the cluster (tests/conftest.py): it closes it."""
     cluster.prepare(1)

@@ -22,10 +22,10 @@ from embodied.commands.watch import HOST, serving
 from embodied.config.files import load_config, with_settings
 from embodied.reporting import report
 from embodied.training.callbacks import IterationEnd
-from tests.embodied.test_listed_runs import make
+from tests.embodied.test_listed_runs import ROW, make
 
 SMALL = {
-    "iterations": 3, "name": "trains", "runtime.mode": "inline", "rollout.decisions": 16, "optim.threads": 1,
+    "iterations": 2, "name": "trains", "runtime.mode": "inline", "rollout.decisions": 16, "optim.threads": 1,
     "eval.episodes": 2, "eval.videos": 0, "stop_at_success": None,
 }  # fmt: skip
 
@@ -62,26 +62,40 @@ def ask(tmp_path: Path) -> Iterator[Ask]:
         server.shutdown()
 
 
+@pytest.mark.parametrize("path", ["/", "/one/"])
+def test_the_page_is_made_again_where_a_run_has_another_row(path: str, ask: Ask, tmp_path: Path) -> None:
+    run = make(tmp_path / "runs/one", 1)
+    first = ask(path)
+    assert "iteration 1 of 4" in first.text and first.version in first.text
+    assert ask(path, version=first.version).status == 304
+    with (run / "metrics.jsonl").open("a") as rows:
+        rows.write(json.dumps({"iteration": 2, **ROW}) + "\n")
+    second = ask(path, version=first.version)
+    assert second.status == 200 and "iteration 2 of 4" in second.text and second.version != first.version
+
+
+@pytest.mark.slow
 def test_a_run_is_followed_while_it_trains(ask: Ask, tmp_path: Path) -> None:
-    versions: dict[str, list[str]] = {"/": [], "/trains/": []}
+    seen = [ask("/")]
+    page: list[Answer] = []
 
     def look(iteration: IterationEnd) -> None:
         """Called before the iteration's own row is written."""
-        for path, seen in versions.items():
-            answer = ask(path, version=seen[-1] if seen else "")
-            assert answer.status == 200, "a row more, and the page is another"
-            assert f"running, iteration {iteration.iteration - 1} of 3" in answer.text
-            assert ask(path, version=answer.version).status == 304
-            seen.append(answer.version)
-        rows = re.findall(r"<tr><td>(\d+)</td>", ask("/").text)
-        assert [int(row) for row in rows] == list(range(iteration.iteration - 1, 0, -1)), "the latest first"
+        ended = iteration.iteration - 1
+        seen.append(ask("/", version=seen[-1].version))
+        assert seen[-1].status == 200, "a row more, and the page is another"
+        assert f"running, iteration {ended} of 2" in seen[-1].text
+        assert ask("/", version=seen[-1].version).status == 304
+        assert re.findall(r"<tr><td>(\d+)</td>", seen[-1].text) == [str(i) for i in range(ended, 0, -1)]
+        if ended:
+            page.append(ask("/trains/"))
+            assert f"running, iteration {ended} of 2" in page[0].text and "all sessions of the run" in page[0].text
 
     config = with_settings(load_config("reach"), SMALL, "test")
     embodied.train(config, runs_dir=tmp_path / "runs", callbacks=[look])
-    assert [len(seen) for seen in versions.values()] == [3, 3]
-    listed, page = ask("/", version=versions["/"][-1]), ask("/trains/", version=versions["/trains/"][-1])
-    assert "finished" in listed.text and "running" not in listed.text
-    assert "Success in evaluation" in page.text and "connect-src 'self'" in page.text
+    listed, last = ask("/", version=seen[-1].version), ask("/trains/", version=page[0].version)
+    assert len(seen) == 3 and "finished" in listed.text and "running" not in listed.text
+    assert "Success in evaluation" in last.text and "connect-src 'self'" in last.text
     assert "connect-src" not in (tmp_path / "runs/trains/report.html").read_text(), "a page in a file asks nobody"
 
 

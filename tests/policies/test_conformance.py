@@ -45,15 +45,12 @@ def test_a_policy_that_draws_by_itself_is_found_out(tmp_path: Path) -> None:
     assert all(laws[law.__name__]["why"] == "the policy has no imitate" for law in IMITATION_LAWS)
 
 
+@pytest.mark.slow  # two seconds each, for torch; sim_farm's suite tells mistakes in the default run
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param((), "name it with --policy my_package.my_policy:MyPolicy", marks=pytest.mark.slow),
-        pytest.param(
-            ("--policy", "strange:OwnDice", "--sizes", '{"state": 3}'),
-            "--sizes has no 'state'; valid: action_dim",
-            marks=pytest.mark.slow,
-        ),
+        ((), "name it with --policy my_package.my_policy:MyPolicy"),
+        (("--policy", "strange:OwnDice", "--sizes", '{"state": 3}'), "--sizes has no 'state'; valid: action_dim"),
         (("--policy", "strange:OwnDice", "--options", '{"sdt": 3}'), "no architecture argument 'sdt'"),
     ],
 )

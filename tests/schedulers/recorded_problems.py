@@ -30,9 +30,6 @@ from tests.schedulers.instances import (
 
 Instance = tuple[Workflow, Profile, Cluster]
 
-SLOW = ("large:chain8 0", "large:ppo 1", "libero:3", "libero:10")
-"""Problems that take seconds."""
-
 
 def _random_memory(seed: int) -> Instance:
     return random_problem(500 + seed, pools=1 + seed % 2, memory=True)

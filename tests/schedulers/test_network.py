@@ -19,7 +19,7 @@ from schedulers.cost.laws import (
 )
 from tests.schedulers.instances import some
 
-SEEDS = some(10, of=40)
+SEEDS = some(6, of=40)
 
 
 def queued(routes: list[Route], times: list[list[float]]) -> list[list[list[float]]]:

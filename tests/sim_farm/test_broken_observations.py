@@ -14,6 +14,7 @@ from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from tests.sim_farm.driving import Trace, assert_same, run
 from tests.sim_farm.test_workers import Fate, run_with
+from tests.variants import often
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)
 SPEC = FarmSpec(REACH, EndlessEpisodes(2), num_envs=2, chunk=3, final_frames="ended")
@@ -65,7 +66,10 @@ def test_an_episode_whose_observation_is_not_finite_ends_and_the_next_begins(bro
     assert all(terminated and not success for _, success, terminated, _ in bad)
 
 
-@pytest.mark.parametrize("how", [{"physics_workers": 2}, {"groups": 2}, {"physics_workers": 2, "render_workers": 1}])
+HOW = ({"groups": 2}, {"physics_workers": 2, "render_workers": 1}, {"physics_workers": 2})
+
+
+@pytest.mark.parametrize("how", often(HOW[:2], HOW))
 def test_workers_and_groups_change_nothing_of_it(broken: None, how: dict[str, Any]) -> None:
     assert_same(run(SPEC, chunks=12), run(replace(SPEC, **how), chunks=12), "workers change broken episodes")
 

@@ -116,7 +116,7 @@ def test_a_renderer_with_a_state_of_its_own_breaks_exact_split(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name it with --backend my_package.my_sim:BACKEND/task"),
+        pytest.param((), "name it with --backend my_package.my_sim:BACKEND/task", marks=pytest.mark.slow),
         (("--backend", "tabletop/rech"), "did you mean tabletop/reach"),
     ],
 )

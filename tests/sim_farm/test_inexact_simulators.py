@@ -52,7 +52,7 @@ def test_it_is_said_without_a_simulator_of_ours() -> None:
     assert not exact_replay(TASK) and not exact_split(TASK)
 
 
-@pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["endless", "listed"])
+@pytest.mark.parametrize("spec", [SPEC, pytest.param(LISTED, marks=pytest.mark.slow)], ids=["endless", "listed"])
 @pytest.mark.parametrize("moment", [0, pytest.param(None, marks=pytest.mark.slow)], ids=["middle", "every"])
 def test_a_lost_worker_ends_its_episodes_and_the_next_begin(spec: FarmSpec, moment: int | None) -> None:
     expected, count = run(spec, chunks=8), Fate()

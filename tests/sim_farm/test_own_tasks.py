@@ -147,7 +147,7 @@ def test_what_is_wrong_with_an_own_maniskill_task_is_said(folder: Path) -> None:
         check_task("my_maniskill:maniskill/PushCubSide-v1")
     with pytest.raises(FarmError, match=r"without a step limit: register_env\('Endless-v1', max_episode_steps="):
         make_physics(TaskSpec("my_maniskill:maniskill/Endless-v1"))
-    with pytest.raises(FarmError, match=r"Endless.instruction, of Endless-v1, is a text of 1 to 256 bytes, got '7'"):
+    with pytest.raises(FarmError, match=r"Endless.instruction, of Endless-v1, is a text of 1 to 512 bytes, got '7'"):
         make_physics(TaskSpec("my_maniskill:maniskill/Endless-v1", max_episode_steps=5))
 
 

@@ -136,7 +136,9 @@ def drawn(task: str, device: str, **environment: str) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
-@pytest.mark.parametrize(("task", "device"), [("tabletop/reach", "cpu"), ("tabletop/reach", "auto")])
+@pytest.mark.parametrize(
+    ("task", "device"), [("tabletop/reach", "cpu"), pytest.param("tabletop/reach", "auto", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("platform", ["egl", "osmesa"])
 def test_a_picture_says_what_drew_it(task: str, device: str, platform: str) -> None:
     # Another test of this process may have chosen the other platform.

@@ -325,7 +325,10 @@ print(*envs.worker_pids, flush=True)
 """A script without `if __name__ == "__main__"`."""
 
 
-@pytest.mark.parametrize("end", ["", "raise RuntimeError('the training failed')", "os.kill(os.getpid(), 9)"])
+ENDS = ("", "raise RuntimeError('the training failed')", "os.kill(os.getpid(), 9)")
+
+
+@pytest.mark.parametrize("end", often(ENDS[2:], ENDS))
 def test_the_processes_end_with_the_script(end: str) -> None:
     script = [sys.executable, "-c", UNGUARDED.format(end=end)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300, cwd=ROOT)

@@ -25,6 +25,7 @@ import pytest
 from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout
 from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
+from sim_farm.perturbations import ObjectOffset, Perturbation, PictureChange
 from sim_farm.shared_memory.frame_memory import FrameMemory
 from sim_farm.shared_memory.memory import FOLDER
 from sim_farm.shared_memory.slot_layout import FAILED, WAITING, WORKING, FarmSpec, WorkerMemory
@@ -36,6 +37,15 @@ REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7
 ENDLESS = FarmSpec(REACH, EndlessEpisodes(2), num_envs=2, chunk=3, final_frames="ended")
 DRAWN = replace(ENDLESS, episodes=EndlessEpisodes(2, Starts(seeds=5)))
 LISTED = replace(ENDLESS, episodes=ListedEpisodes(evaluation_episodes(2, 3), 2))
+EVENTS = (
+    Perturbation("objects", 3, scene=(ObjectOffset(0.03),), words="now {}", from_step=2),
+    Perturbation("noise", 3, picture=(PictureChange("gaussian_noise", (25.0,)),)),
+)
+PERTURBED = replace(
+    ENDLESS,
+    task=replace(REACH, perturbations=EVENTS),
+    episodes=EndlessEpisodes(2, Starts(perturbations=len(EVENTS))),
+)
 FUSED: dict[str, Any] = {}
 BLIND: dict[str, Any] = {"task": replace(REACH, cameras=0)}
 SPLIT: dict[str, Any] = {"physics_workers": 2, "render_workers": 1}
@@ -47,7 +57,12 @@ EACH = pytest.mark.parametrize(
             shape, base, id=f"{form}-{episodes}", marks=[] if (form, episodes) in DEFAULT else pytest.mark.slow
         )
         for form, shape in (("fused", FUSED), ("blind", BLIND), ("split", SPLIT))
-        for episodes, base in (("endless", ENDLESS), ("listed", LISTED), ("drawn", DRAWN))
+        for episodes, base in (
+            ("endless", ENDLESS),
+            ("listed", LISTED),
+            ("drawn", DRAWN),
+            *([] if form == "blind" else [("perturbed", PERTURBED)]),
+        )
     ],
 )
 """Each list once; the slow run has every shape of each."""

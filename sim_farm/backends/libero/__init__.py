@@ -11,12 +11,16 @@ Tasks of one's own are those of a benchmark class that a module registers with L
     physics.py      resets and steps an environment
     reward.py       how much of the goal is done: the dense reward
     renderer.py     draws scenes
+    plus.py         LIBERO-Plus: variants of LIBERO's tasks as perturbations
+    pro.py          LIBERO-PRO: the same
+    data_wheels.py  the files of LIBERO-Plus and LIBERO-PRO, taken out of their wheels
     recordings.py   episodes that robosuite recorded
 
 The stock environments keep random state between episodes and see another one at each rebuild. Here an episode is
 what a new stock environment shows: `env.seed(seed); env.reset()`, then `env.set_init_state(...)` if one is named.
 """
 
+from sim_farm.backends.libero import plus, pro
 from sim_farm.backends.libero.package import prepare
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.renderer import LiberoRenderer
@@ -32,6 +36,7 @@ BACKEND = Backend(
     rewards=("sparse", "dense"),
     files=task_files,
     drawn_by=drawn_by,
-    axes={"camera": 10.0, "start": 0.1, "objects": 0.01},
+    axes={"camera": 10.0, "start": 0.1, "objects": 0.01, "posture": 0.0, "task file": 0.0},
+    suites={"libero-plus": plus.SUITE, "libero-pro": pro.SUITE},
     prepare=prepare,
 )

@@ -50,7 +50,7 @@ def _assets(settings: Path) -> Path:
     folder = _named(settings)
     if folder is None:
         return _packaged()
-    parts = sorted({Path(name).parts[0] for name in published()})
+    parts = sorted({Path(name).parts[0] for name in published() if "/" in name})
     missing = [folder / part for part in parts if not (folder / part).exists()]
     if missing:
         raise FarmError(

@@ -21,7 +21,7 @@ import io
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +71,9 @@ def callers_generator() -> Iterator[None]:
 # MuJoCo fills its name space from compiled modules, which type checkers cannot see.
 
 
-FIELDS = ("body_pos", "body_quat", "site_rgba")
-"""All fields of a model that a reset or a task's logic changes (tests/sim_farm/test_libero.py looks at every one)."""
+FIELDS = ("body_pos", "body_quat", "site_rgba", "site_pos", "site_size")
+"""All fields of a model that a reset or a task's logic changes (tests/sim_farm/test_libero.py looks at every one), and
+those in which two task files of the same objects differ."""
 CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "galleryview", "sideview", "birdview", "paperview")
 CACHED_MODELS = 2
 """Compiled tasks that a process keeps while they are not used: with its textures one takes up to 400 MB."""
@@ -105,9 +106,11 @@ class SharedModel:
 class ModelUser:
     """One environment's values of the fields of a shared model."""
 
-    def __init__(self, shared: SharedModel) -> None:
+    def __init__(self, shared: SharedModel, compiled: Mapping[str, np.ndarray] | None = None) -> None:
+        """`compiled` are the fields of another task file (`layout_of`); None: the model's own."""
         self.shared = shared
-        self.fields = {name: array.copy() for name, array in shared.pristine.items()}
+        self._compiled = shared.pristine if compiled is None else compiled
+        self.fields = {name: array.copy() for name, array in self._compiled.items()}
 
     def take(self) -> None:
         """Have the model; before anything that reads or writes it."""
@@ -116,7 +119,7 @@ class ModelUser:
     def restore(self) -> None:
         """Have the model as it was compiled."""
         self.take()
-        for name, array in self.shared.pristine.items():
+        for name, array in self._compiled.items():
             getattr(self.shared.model, name)[...] = array
 
 
@@ -148,6 +151,14 @@ def _compiled(task: LiberoTask) -> SharedModel:
     env = _build(task, compile_model)
     model, pristine = compiled[0]
     return SharedModel(model, pristine, sum(7 + len(joints) for _, joints in parts(env)))
+
+
+def layout_of(shared: SharedModel, task: LiberoTask) -> Mapping[str, np.ndarray]:
+    """The fields of the task's model, where that is the shared one in all else. Raises `FarmError` where it is not."""
+    other = _compiled(task)
+    if other.model.names != shared.model.names:
+        raise FarmError(f"{task.bddl} has other objects than {task.suite} {task.index}")
+    return other.pristine
 
 
 def build_environment(task: LiberoTask, user: ModelUser) -> Any:

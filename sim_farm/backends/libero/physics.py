@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, ObservationClock
+from sim_farm.backends.libero.data_wheels import task_of
 from sim_farm.backends.libero.environment import (
     ModelUser,
     Position,
@@ -21,6 +22,7 @@ from sim_farm.backends.libero.environment import (
     callers_generator,
     camera_names,
     fast_contact_check,
+    layout_of,
     parts,
     shared_model,
     stream_of,
@@ -41,7 +43,7 @@ from sim_farm.contract import (
     TaskInfo,
     TaskSpec,
 )
-from sim_farm.perturbations import RobotOffset, direction
+from sim_farm.perturbations import HomePosture, RobotOffset, TaskFile, direction
 
 CONTROL_MODES = ("osc_pose",)
 ACTION_DIM = 7
@@ -65,18 +67,12 @@ class LiberoPhysics:
     """
 
     def __init__(self, spec: TaskSpec) -> None:
-        self._task = find_task(spec.name)
-        self._user = ModelUser(shared_model(self._task))
-        self.info = describe(spec, self._task, self._user.shared)
-        self._env: Any = build_environment(self._task, self._user)
-        self._env.check_contact = fast_contact_check(self._env)
-        self._data: Any = self._env.sim.data._data
-        self._visible = [(shown, dict(shown)) for shown in visual_states(self._env)]
-        """For each part its sites that the task's logic shows or hides, and how they begin."""
-        self._samplers = list(self._env.object_property_initializers)
-        self._layout = SceneLayout(self._user.shared) if self.info.cameras else None
-        self._sensors: _Sensors | None = _Sensors(self._env)
-        self._progress = Progress(self._env) if self.info.spec.reward == "dense" else None
+        self._own_task = find_task(spec.name)
+        shared = shared_model(self._own_task)
+        self.info = describe(spec, self._own_task, shared)
+        self._env: Any = None
+        self._load(self._own_task, ModelUser(shared))
+        self._episode = EpisodeSpec(0)
         self._done = 0.0
         """The goal's progress after the last env step, where the reward is dense."""
         self._clock = ObservationClock()
@@ -84,18 +80,42 @@ class LiberoPhysics:
         self._steps_left = 0
         self._recorded = False
         """True if a recording is followed: to its end, solved or not."""
-        self._recorded_model = RecordedModel(self._env)
         self._seen: PhysicsResult | None = None
 
+    def _load(self, task: LiberoTask, user: ModelUser) -> None:
+        """Have the environment of that task: this one's own, or one of the same objects."""
+        self._free()
+        self._task, self._user = task, user
+        self._env = build_environment(task, user)
+        self._env.check_contact = fast_contact_check(self._env)
+        self._data: Any = self._env.sim.data._data
+        self._visible = [(shown, dict(shown)) for shown in visual_states(self._env)]
+        """For each part its sites that the task's logic shows or hides, and how they begin."""
+        self._samplers = list(self._env.object_property_initializers)
+        self._layout = SceneLayout(user.shared) if self.info.cameras else None
+        self._sensors: _Sensors | None = _Sensors(self._env)
+        self._progress = Progress(self._env) if self.info.spec.reward == "dense" else None
+        self._recorded_model = RecordedModel(self._env)
+        self._home = self._env.robots[0].init_qpos
+
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        self._recorded = False
+        if self._task is not self._own_task:
+            self._load(self._own_task, ModelUser(shared_model(self._own_task)))
+        self._env.robots[0].init_qpos = self._home
+        return self._begin(episode)
+
+    def _begin(self, episode: EpisodeSpec) -> PhysicsResult:
+        """Reset to the episode, as the environment now is."""
+        self._recorded, self._episode = False, episode
         self._user.take()
         self._recorded_model.restore()
         with callers_generator():
             self._draw(episode)
         self._observe_forced()
         if episode.init_state is not None:
-            self._begin_at(initial_states(self._task)[episode.init_state])
+            states = initial_states(self._task)
+            # Where a perturbation's task file has one state alone, every episode begins from it.
+            self._begin_at(states[episode.init_state if len(states) > 1 else 0])
         self._control = Control(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
@@ -117,7 +137,14 @@ class LiberoPhysics:
 
     def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
         """The objects are the movable ones, not the fixtures. What moves is at rest, and the controller aims from where
-        the robot now is."""
+        the robot now is. Other postures and task files are there from the reset on, which is done again."""
+        if isinstance(change, HomePosture):
+            self._env.robots[0].init_qpos = np.array(change.joints)
+            return self._begin(self._episode)
+        if isinstance(change, TaskFile):
+            task = task_of(self._own_task, change)
+            self._load(task, ModelUser(self._user.shared, layout_of(self._user.shared, task)))
+            return self._begin(self._episode)
         self._user.take()
         env, model, data = self._env, self._user.shared.model, self._data
         robot = env.robots[0]
@@ -180,12 +207,15 @@ class LiberoPhysics:
     def close(self) -> None:
         """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
         free them some time, does not see how much memory hangs on them."""
-        self._steps_left, self._control = 0, None
+        self._steps_left, self._control, self._seen = 0, None, None
+        self._free()
+
+    def _free(self) -> None:
         if self._env is not None:
             self._env.robots[0].controller.__dict__.clear()
             self._env.sim.data._data = None
             self._env.__dict__.clear()
-        self._env = self._data = self._sensors = self._progress = self._seen = None
+        self._env = self._data = self._sensors = self._progress = None
 
     def _gain(self) -> float:
         """Gain of the goal's progress since the last call; 0 if the reward is sparse."""

@@ -7,9 +7,11 @@ import functools
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import pickletools
+import re
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -63,6 +65,26 @@ def _own_suites() -> dict[str, Any]:
     prepare()
     known = importlib.import_module("libero.libero.benchmark").get_benchmark_dict()
     return {suite: cls for suite, cls in known.items() if cls.__module__.partition(".")[0] != "libero"}
+
+
+def task_count(suite: str) -> int:
+    """Number of the suite's tasks."""
+    return len(_suite(suite))
+
+
+def spoken_name(name: str) -> str:
+    """What LIBERO's code makes an instruction of: the name of the task file, without the scene, with blanks."""
+    if name[0].isupper():
+        name = name[name.find("SCENE") + (8 if "SCENE10" in name else 7) :]
+    return " ".join(name.split("_"))
+
+
+def instruction_of(bddl: Path) -> str:
+    """The instruction that a task file states, in lower case, as LIBERO reads task files."""
+    found = re.search(r"\(:language\s+([^()]*)\)", bddl.read_text())
+    if found is None:
+        raise FarmError(f"{bddl} states no instruction")
+    return " ".join(found[1].lower().split())
 
 
 def find_task(name: str) -> LiberoTask:
@@ -157,6 +179,9 @@ def initial_states(task: LiberoTask) -> npt.NDArray[np.float64]:
     if task.initial is None:
         return np.empty((0, 0))
     source = _content(task.initial)
+    if task.initial.suffix == ".npz":
+        with np.load(io.BytesIO(source), allow_pickle=False) as data:
+            return np.atleast_2d(data["states"].astype(np.float64))
     digest = hashlib.sha256(source).hexdigest()
     path = cache() / "libero" / "initial_states" / f"{task.suite}-{task.index}-{digest[:16]}.npz"
     if not path.is_file():
@@ -187,7 +212,7 @@ def read_pickled_array(source: bytes, path: Path) -> npt.NDArray[np.float64]:
             opcodes = [(code.name, argument) for code, argument, _ in pickletools.genops(archive.read(name))]
     except (zipfile.BadZipFile, StopIteration, ValueError) as error:
         raise FarmError(f"{path} is damaged or not a file of LIBERO's initial states ({error})") from error
-    raw = [argument for _, argument in opcodes if isinstance(argument, str) and len(argument) > 1000]
+    raw = [argument for _, argument in opcodes if isinstance(argument, str) and len(argument) > 100]
     shape = _shape(opcodes)
     # Pickles of protocol 2 hold bytes as text in Latin-1.
     data = raw[0].encode("latin-1") if len(raw) == 1 else b""
@@ -197,9 +222,12 @@ def read_pickled_array(source: bytes, path: Path) -> npt.NDArray[np.float64]:
 
 
 def _shape(opcodes: list[tuple[str, object]]) -> tuple[int, int]:
-    """Rows and columns: the only pair of integers that the pickle makes a tuple of."""
+    """Rows and columns: the only pair of integers that the pickle makes a tuple of; a vector is one row."""
     for (one, rows), (two, columns), (name, _) in zip(opcodes, opcodes[1:], opcodes[2:], strict=False):
         if name == "TUPLE2" and one.startswith("BININT") and two.startswith("BININT"):
             assert isinstance(rows, int) and isinstance(columns, int)
             return rows, columns
+    for (one, length), (name, _) in itertools.pairwise(opcodes):
+        if name == "TUPLE1" and one.startswith("BININT") and isinstance(length, int) and length > 0:
+            return 1, length
     return 0, 0

@@ -182,6 +182,7 @@ class ManiSkillPhysics:
             if isinstance(change, RobotOffset):
                 _displace_robots(self._env, change.norm, draw)
             else:
+                assert isinstance(change, ObjectOffset), "check_perturbations has seen the task"
                 shift = (change.distance * direction(draw, 2)).astype(np.float32)
                 for entity in _objects(self._env):
                     pose = entity.pose

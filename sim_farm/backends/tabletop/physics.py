@@ -13,7 +13,7 @@ import numpy as np
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.backends.tabletop.tasks import CONTROL_HZ, JOINTS, Marks, Task, describe, load_model
 from sim_farm.contract import EpisodeOver, EpisodeSpec, Float32, PhysicsResult, SceneChange, TaskSpec
-from sim_farm.perturbations import RobotOffset, direction
+from sim_farm.perturbations import ObjectOffset, RobotOffset, direction
 
 STEP = 0.03
 """Metres by which an action of 1 moves the tool centre point's set point away from where it is."""
@@ -62,6 +62,7 @@ class TabletopPhysics:
             self._qpos[:JOINTS] = np.clip(self._qpos[:JOINTS] + change.norm * direction(draw, JOINTS), low, high)
             self._ctrl[:JOINTS] = self._qpos[:JOINTS]
         else:
+            assert isinstance(change, ObjectOffset), "check_perturbations has seen the task"
             x, y = (change.distance * direction(draw, 2)).tolist()
             if self._task.has_cube:
                 self._qpos[5:7] += x, y

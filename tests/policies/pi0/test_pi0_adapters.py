@@ -17,6 +17,7 @@ from policies.conformance import laws
 from policies.torchvision_operators import import_torchvision
 from tests.policies.pi0.cases import GOLDEN, SPEC, inputs_of, make
 from tests.policies.pi0.test_pi0_processors import POST, PRE, edit, step_of
+from tests.variants import often
 
 import_torchvision()
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
@@ -90,19 +91,26 @@ def made(family: str, **options: Any) -> Any:
     return make(family, SPEC, **{"state_in_prompt": family == "pi05", **options})
 
 
-@pytest.mark.parametrize("layout", ["checkpoint", "checkpoint_lerobot"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"target_modules": LISTED},
-        {"target_modules": LISTED, "use_rslora": True},
-        {"target_modules": LISTED, "rank_pattern": {"gemma_expert.model.layers.0.self_attn.q_proj": 4, "fc1": 1},
-         "alpha_pattern": {"v_proj": 9}},
-    ],
-    ids=["list", "rslora", "patterns"],
-)  # fmt: skip
-def test_what_peft_saves_counts_as_peft_counts_it(family: str, layout: str, config: Any, tmp_path: Path) -> None:
+COUNTED: dict[str, dict[str, Any]] = {
+    "list": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"gemma_expert.model.layers.0.self_attn.q_proj": 4, "fc1": 1},
+        "alpha_pattern": {"v_proj": 9},
+    },
+}
+LAYOUTS = ("checkpoint", "checkpoint_lerobot")
+EACH_ONCE = [
+    ("pi0", "checkpoint", "patterns"),
+    ("pi05", "checkpoint_lerobot", "rslora"),
+    ("pi05", "checkpoint", "list"),
+]
+EVERY = [(family, layout, counted) for counted in COUNTED for family in FAMILIES for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("family", "layout", "counted"), often(EACH_ONCE, EVERY))
+def test_what_peft_saves_counts_as_peft_counts_it(family: str, layout: str, counted: str, tmp_path: Path) -> None:
+    config = {"target_modules": LISTED, **COUNTED[counted]}
     base = GOLDEN / family / layout
     merged = merged_checkpoint(base, peft_adapter(base, tmp_path / "adapter", **config), tmp_path / "merged")
     policy, inputs = made(family, checkpoint=str(base), adapter=str(tmp_path / "adapter")), inputs_of(SPEC, 2, seed=1)

@@ -1,4 +1,4 @@
-"""The policy `remote`: what it sends, what it makes of the answers, and one message for each way in which a server fails."""
+"""The policy `remote`: what it sends, what it makes of answers, and one message for each failure of a server."""
 
 from __future__ import annotations
 

