@@ -11,9 +11,11 @@ from policies.named_code import entry_point_names
 
 KINDS = {
     "categorical_mlp": "policies.small.categorical_mlp:CategoricalMLP",
+    "countdown_solver": "policies.scripted.countdown:CountdownSolver",
     "flow": "policies.small.flow:FlowPolicy",
     "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
     "pi0": "policies.pi0.policy:Pi0",
+    "language": "policies.language.policy:LanguagePolicy",
     "openvla": "policies.openvla.policy:OpenVLA",
     "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
     "random": "policies.scripted.random_actions:RandomActions",

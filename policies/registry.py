@@ -22,7 +22,7 @@ from policies.files import CONFIG, read_json
 from policies.kinds import ENTRY_POINTS, KINDS, check_kind
 from policies.named_code import entry_point, named
 
-LARGEST, LARGEST_IMAGE = 2**16, 4096
+LARGEST, LARGEST_IMAGE, LARGEST_VOCABULARY = 2**16, 4096, 2**20
 """Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
 
 
@@ -65,7 +65,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
     for name, size in vars(spec).items():
-        largest = LARGEST_IMAGE if name == "image_size" else LARGEST
+        largest = {"image_size": LARGEST_IMAGE, "discrete_actions": LARGEST_VOCABULARY}.get(name, LARGEST)
         if type(size) is int and not 0 <= size <= largest:
             raise PolicyError(f"spec.{name} is of 0 to {largest}, got {shown(size)}")
     if spec.horizon == spec.chunk and not (cls.predicts_more and cls.pretrained):

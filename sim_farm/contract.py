@@ -29,7 +29,7 @@ Orientation = Literal["upright", "stock", "rotated"]
 Gripper = Literal["simulator", "binary", "inverted"]
 
 INSTRUCTION_BYTES = 512
-"""Longest instruction in UTF-8 bytes: it travels in a shared-memory slot of fixed size."""
+"""Longest instruction in UTF-8 bytes where a task says nothing else: it travels in a slot of fixed size."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class TaskSpec:
     `inverted`: in [0, 1], 1 opens, binarised at 0.5 (OpenVLA's family, in simulators whose +1 closes)."""
     ignore_terminations: bool = False
     """Episodes run to the step limit: neither success nor failure ends them. ManiSkill's name for it."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer whose ids are the actions, in tasks that are answered in tokens; None elsewhere."""
     perturbations: tuple[Perturbation, ...] = ()
     """What episodes may have otherwise; each names one by its index here (`EpisodeSpec.perturbation`), or none."""
 
@@ -88,6 +90,8 @@ class TaskInfo:
     discrete_actions: int = 0
     """Number of choices of an action that is one: `action_dim` is then 1, and an action the choice's number from 0, as
     float32. 0: actions are real numbers."""
+    instruction_bytes: int = INSTRUCTION_BYTES
+    """Longest instruction in UTF-8 bytes."""
     has_success: bool = True
     """False if the task knows no success, and is measured by its return: `success` is then False throughout."""
     digest: str | None = None
@@ -299,6 +303,8 @@ class Backend:
     exact_split: bool = True
     """A scene gives the same picture, to the last bit, in any process. False: the processes that step also draw, and
     there are no render workers."""
+    reads_tokens: bool = False
+    """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
     axes: Mapping[str, float] = field(default_factory=dict)
     """Axes of perturbations that its physics and renderer can apply, with the size of one level of a graded one:
     `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). `posture`

@@ -19,6 +19,7 @@ BACKENDS = {
     "libero": "sim_farm.backends.libero",
     "maniskill": "sim_farm.backends.maniskill.simulator",
     "tabletop": "sim_farm.backends.tabletop",
+    "text": "sim_farm.backends.text",
 }
 """Name to module; each module defines `BACKEND`. A module is imported when one of its tasks is asked for."""
 
@@ -108,7 +109,9 @@ def make_renderer(spec: TaskSpec) -> Renderer:
 
 
 def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
-    """The task as the backend is asked for it."""
+    """The task as the backend is asked for it. Raises `FarmError` for a tokenizer that nothing would read."""
+    if spec.tokenizer is not None and not found.reads_tokens:
+        raise FarmError(f"{spec.name} is not answered in tokens: leave env.tokenizer null")
     return replace(plain(spec), reward=spec.reward or found.rewards[0])
 
 

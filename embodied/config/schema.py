@@ -212,6 +212,8 @@ class EnvConfig(Section):
     """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
     gripper: Gripper = "simulator"
     """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of the tokenizer of tasks that are answered in tokens: that of the language model."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
     """Environments that run side by side."""
 

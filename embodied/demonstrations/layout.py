@@ -112,10 +112,12 @@ OWN = {
 
 
 def features_of(info: TaskInfo) -> dict[str, Feature]:
-    """The features of a recording of this task, in the order of the data's columns, before the layout's own."""
+    """The features of a recording of this task, in the order of the data's columns, before the layout's own. A robot
+    that feels nothing has no proprioception."""
     size = info.spec.image_size
+    felt = {PROPRIO: Feature("float32", (info.proprio_dim,))} if info.proprio_dim else {}
     return {
-        PROPRIO: Feature("float32", (info.proprio_dim,)),
+        **felt,
         STATE: Feature("float32", (info.state_dim,)),
         **{IMAGES + camera: Feature("video", (size, size, 3)) for camera in info.cameras},
         ACTION: Feature("float32", (info.action_dim,)),

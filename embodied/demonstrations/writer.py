@@ -318,6 +318,7 @@ class DatasetWriter(EpisodesWriter):
             layout.SUCCESS: replay.success,
             layout.DONE: replay.done,
         }
+        columns = {name: values for name, values in columns.items() if name in self.features}
         frames = {layout.IMAGES + camera: shown for camera, shown in replay.frames.items()}
         begun = {"seed": None if spec is None else spec.seed, "init_state": None if spec is None else spec.init_state}
         row = {**begun, "success": bool(replay.success.any())}

@@ -24,7 +24,13 @@ from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
 from embodied.rollout.rollout_loop import Decided, RolloutSettings, Valued
 from embodied.rollout.rollout_worker import RolloutWorker
 from embodied.runtime.shared_tensors import SharedTensors
-from embodied.trajectories.memory import FrameCounts, MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.trajectories.memory import (
+    FrameCounts,
+    MemoryLayout,
+    MemoryShape,
+    TrajectoryMemory,
+    longest_instruction,
+)
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs, Policy, PolicySpec
@@ -74,7 +80,8 @@ class ActingPolicy(WeightsLoader):
     def layout(self) -> MemoryLayout:
         """The memory that trajectories are written into, for decisions as the policy takes them."""
         cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
-        shape = MemoryShape(self._settings.rounds + 1, sum(spec.num_envs for spec in self._tasks.specs), cameras)
+        columns = sum(spec.num_envs for spec in self._tasks.specs)
+        shape = MemoryShape(self._settings.rounds + 1, columns, cameras, longest_instruction(self._tasks.infos))
         inputs = blank_inputs(self.policy.spec, self._tasks.infos[0], self._settings.reads)
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 

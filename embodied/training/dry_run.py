@@ -14,7 +14,7 @@ from embodied.devices import decide
 from embodied.execution.assignment import Assignment, configured, frame_rows, memory_rounds
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.training.preflight import check_training
-from embodied.trajectories.memory import MemoryLayout, MemoryShape
+from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
 from embodied.workflows.context import check_same_sizes, make_policy, policy_spec, task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import rounds_of, tasks_of
@@ -108,7 +108,7 @@ def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, i
     inputs = blank_inputs(policy.spec, infos[0], config.policy.reads)
     rounds = memory_rounds(config, 0, infos)
     columns = sum(task.env.num_envs for task in tasks_of(config))
-    shape = MemoryShape(rounds + 1, columns, policy.spec.cameras)
+    shape = MemoryShape(rounds + 1, columns, policy.spec.cameras, longest_instruction(infos))
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(config, 0, infos), len(policy.spec.cameras), policy.spec.image_size)

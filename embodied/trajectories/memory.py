@@ -24,7 +24,7 @@ from torch import Tensor
 
 from embodied.runtime.remote import CALL_BYTES, slices
 from policies.contract import Action, Inputs
-from sim_farm.contract import INSTRUCTION_BYTES
+from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo
 from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory
 from sim_farm.shared_memory.memory import FOLDER, Block, Field
 
@@ -44,6 +44,13 @@ class MemoryShape:
     """Environments of all tasks."""
     cameras: tuple[str, ...]
     """The policy's names of the cameras, in the order of the frames."""
+    instruction_bytes: int = INSTRUCTION_BYTES
+    """Longest instruction of a task, in UTF-8 bytes."""
+
+
+def longest_instruction(infos: Sequence[TaskInfo]) -> int:
+    """Bytes of the longest instruction that one of the tasks may have."""
+    return max(info.instruction_bytes for info in infos)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class MemoryLayout:
         brain_floats = tuple(name for name, tensor in like.items() if tensor.dtype == torch.bfloat16)
         fields = {name: Field((count, *tensor.shape[1:]), _dtype(tensor)) for name, tensor in like.items()}
         if inputs.instruction:
-            fields[f"{INPUT}instruction"] = Field((count, INSTRUCTION_BYTES), "uint8", 0)
+            fields[f"{INPUT}instruction"] = Field((count, shape.instruction_bytes), "uint8", 0)
         fields |= {
             "reward": Field((count,), "float32"),
             "step_reward": Field((count, chunk), "float32"),
@@ -252,7 +259,7 @@ class TrajectoryMemory:
         for row, text in zip(rows.tolist(), texts, strict=True):
             if text not in known:
                 data = text.encode()
-                known[text] = np.zeros(INSTRUCTION_BYTES, np.uint8)
+                known[text] = np.zeros(kept.shape[1], np.uint8)
                 known[text][: len(data)] = np.frombuffer(data, np.uint8)
             kept[row] = known[text]
 

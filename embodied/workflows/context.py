@@ -68,6 +68,7 @@ def task_spec(config: Config) -> TaskSpec:
         env.settle_steps,
         env.orientation,
         env.gripper,
+        tokenizer=env.tokenizer,
         perturbations=randomisation(config),
     )
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from sim_farm.conformance.reporting import NotApplicable as NotApplicable
 from sim_farm.contract import (
-    INSTRUCTION_BYTES,
     EpisodeSpec,
     FarmError,
     Float32,
@@ -132,7 +131,7 @@ def check_result(result: PhysicsResult, info: TaskInfo, steps: int) -> None:
     """The arrays have the shapes that `info` promises and the dtypes of the contract, and every number is finite."""
     sizes = {"proprio": info.proprio_dim, "state": info.state_dim, "scene": info.scene_bytes}
     size = len(result.instruction.encode())
-    assert 0 < size <= INSTRUCTION_BYTES, f"an instruction of {size} bytes: not in 1 to {INSTRUCTION_BYTES}"
+    assert 0 < size <= info.instruction_bytes, f"an instruction of {size} bytes: not in 1 to {info.instruction_bytes}"
     for name, length in (dict.fromkeys(PER_STEP, steps) | sizes).items():
         array = getattr(result, name)
         kind = np.dtype({"reward": "f4", "proprio": "f4", "state": "f4", "scene": "u1"}.get(name, "?"))

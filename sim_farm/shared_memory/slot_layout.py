@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo, TaskSpec, UInt8
+from sim_farm.contract import TaskInfo, TaskSpec, UInt8
 from sim_farm.episodes import ANY, Episodes
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.doorbell import Doorbell
@@ -133,13 +133,13 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "episode_step": Field((envs,), "int64", 0),
         "state": Field((envs, info.state_dim), "float32", float("nan")),
         "proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
-        "instruction": Field((envs, INSTRUCTION_BYTES), "uint8", 0),
+        "instruction": Field((envs, info.instruction_bytes), "uint8", 0),
         # Whether the last chunk, or reset, has written it: it stays while episodes are told the same.
         "retold": Field((envs,), "bool", 0),
         "scene": Field((envs, info.scene_bytes), "uint8"),
         "final_state": Field((envs, info.state_dim), "float32", float("nan")),
         "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
-        "final_instruction": Field((envs, INSTRUCTION_BYTES), "uint8", 0),
+        "final_instruction": Field((envs, info.instruction_bytes), "uint8", 0),
         "final_scene": Field((envs, info.scene_bytes), "uint8"),
         "draw_final": Field((envs,), "bool", 0),
         # Rows of the frame memory for the next observation and for a final one.

@@ -1,0 +1,1 @@
+"""Language models as policies: an action is a token, a decision is an answer."""

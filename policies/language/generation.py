@@ -1,0 +1,189 @@
+"""Answers, token by token: a batch of rows in which a finished one is replaced at once.
+
+Each row has its own number of tokens, and its own place in a cache of keys and values; there is no padding between a
+prompt and what is said after it. B rows, S of them under way together, L tokens of the longest prompt, C the most
+tokens of an answer, V the tokens that the tokenizer knows, D the width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.language.model import CausalModel
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn from the logits."""
+
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_p: float = 1.0
+    """Only the likeliest tokens are drawn, as many as have this share of the probability together. Log-probs are those
+    of the whole distribution."""
+    rows: int = 64
+    """S: rows that are under way together."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to B prompts."""
+
+    tokens: Tensor
+    """int64 [B, C]: token ids; the end-of-sequence token from an answer's end on."""
+    log_prob: Tensor
+    """float32 [B, C]; 0 beyond an answer's end."""
+    states: Tensor
+    """[B, C, D]: the states that the tokens were drawn from; 0 beyond an answer's end."""
+
+
+def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """int64 [B] the tokens drawn from the logits [B, V], or the likeliest without noise; float32 [B] their log-probs.
+
+    `noise` [B] is standard normal. Its distribution function is a uniform number, which the cumulative probabilities of
+    the tokens in the order of their ids turn into a token.
+    """
+    scaled = logits / sampling.temperature
+    every = torch.log_softmax(scaled, -1)
+    if noise is None:
+        tokens = logits.argmax(-1)
+    else:
+        # In float64, so that the sum's rounding does not depend on how rows are batched.
+        shares = torch.softmax(scaled.double(), -1)
+        if sampling.top_p < 1:
+            largest, order = shares.sort(dim=-1, descending=True, stable=True)
+            dropped = largest.cumsum(-1) - largest >= sampling.top_p  # the first is always kept
+            shares = shares.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0.0)
+        rising = shares.cumsum(-1)
+        uniform = torch.special.ndtr(noise.double())[:, None] * rising[:, -1:]
+        tokens = (rising <= uniform).sum(-1).clamp(max=logits.shape[-1] - 1)
+    return tokens, every.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def generate(
+    model: CausalModel, prompts: Sequence[Sequence[int]], count: int, end: int, noise: Tensor | None, sampling: Sampling
+) -> Answers:
+    """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C]; None: the likeliest.
+
+    What a row says depends on its prompt and its noise, not on its neighbours, but for the rounding of matrix products.
+    """
+    device = model.network.device
+    batch, size = len(prompts), min(sampling.rows, len(prompts))
+    tokens = torch.full((batch, count), end, dtype=torch.int64, device=device)
+    log_prob = torch.zeros(batch, count, device=device)
+    states = torch.zeros(batch, count, model.width, dtype=model.dtype, device=device)
+    cache = RowCache(model, size, max(map(len, prompts)) + count)
+    row = torch.empty(0, dtype=torch.int64, device=device)  # [S'] the prompt that each place of the cache answers
+    said, length = row.clone(), row.clone()  # tokens of each answer so far, and of prompt and answer
+    now = states.new_zeros(0, model.width)  # the state that each place's next token is drawn from
+    waiting = list(range(batch))
+    while waiting or len(row):
+        new = waiting[: size - len(row)]
+        if new:
+            del waiting[: len(new)]
+            asked = [prompts[index] for index in new]
+            now = torch.cat([now, _read(model, cache, len(row), asked)])
+            row = torch.cat([row, torch.tensor(new, device=device)])
+            said = torch.cat([said, said.new_zeros(len(new))])
+            length = torch.cat([length, torch.tensor([len(prompt) for prompt in asked], device=device)])
+        chosen, scores = choose(model.logits(now), None if noise is None else noise[row, said], sampling)
+        tokens[row, said], log_prob[row, said], states[row, said] = chosen, scores, now
+        said = said + 1
+        goes_on = (chosen != end) & (said < count)
+        if not bool(goes_on.all()):
+            kept = goes_on.nonzero().squeeze(1)
+            cache.keep(kept)
+            row, said, length, chosen = row[kept], said[kept], length[kept], chosen[kept]
+        now = _continue(model, cache, chosen, length) if len(row) else now[:0]
+        length = length + 1
+    return Answers(tokens, log_prob, states)
+
+
+def _read(model: CausalModel, cache: RowCache, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """[n, D] the states at the ends of n prompts, whose keys and values fill the places from `first` on."""
+    tokens, lengths = padded(prompts, model.network.device)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    cache.fill(first, len(prompts))
+    states = model.states(tokens, causal(lengths, tokens.shape[1]), columns.expand(len(prompts), -1), cache)
+    return states[torch.arange(len(prompts), device=tokens.device), lengths - 1]
+
+
+def _continue(model: CausalModel, cache: RowCache, tokens: Tensor, length: Tensor) -> Tensor:
+    """[S, D] the states after one more token [S] of each place, which have `length` [S] tokens before it."""
+    used = int(length.max()) + 1
+    cache.append(length, used)
+    seen = torch.arange(used, device=length.device) <= length[:, None]
+    return model.states(tokens[:, None], seen[:, None], length[:, None], cache)[:, 0]
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [B, T] the rows' tokens with zeros on the right, and int64 [B] their numbers."""
+    lengths = torch.tensor([len(row) for row in rows])
+    tokens = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for place, row in enumerate(rows):
+        tokens[place, : len(row)] = torch.tensor(row)
+    return tokens.to(device), lengths.to(device)
+
+
+def causal(lengths: Tensor, columns: int) -> Tensor:
+    """bool [B, T, T]: the keys that each of T = `columns` tokens sees, in rows of `lengths` [B] tokens. A token beyond
+    a row's end sees itself, so that its softmax has something to sum."""
+    place = torch.arange(columns, device=lengths.device)
+    earlier = place[:, None] >= place
+    inside = place < lengths[:, None]
+    return (earlier & inside[:, None]) | torch.eye(columns, dtype=torch.bool, device=lengths.device)
+
+
+class RowCache:
+    """Keys and values of S rows, each with a number of columns of its own; transformers' layers call `update`.
+
+    A prompt fills whole places (`fill`), a token one column of each (`append`). Rows that are done are dropped
+    (`keep`), and those behind them move up.
+    """
+
+    is_compileable = False
+
+    def __init__(self, model: CausalModel, rows: int, columns: int) -> None:
+        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * model.network.config.num_hidden_layers
+        self._rows, self._columns = rows, columns
+        self._places: slice | None = None
+        self._at, self._used = torch.empty(0), 0
+
+    def fill(self, first: int, count: int) -> None:
+        """The next pass is of prompts, for `count` places from `first` on."""
+        self._places = slice(first, first + count)
+
+    def append(self, at: Tensor, used: int) -> None:
+        """The next pass is of one token in each of the first rows, for the columns `at` [S]; `used` are in use then."""
+        self._places, self._at, self._used = None, at, used
+
+    def keep(self, rows: Tensor) -> None:
+        """The rows int64 [K] move to the first K places."""
+        for layer in self._layers:
+            for tensor in layer or ():
+                tensor[: len(rows)] = tensor[rows]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values [n, heads, T, d] of a pass, and give those that its tokens may see."""
+        held = self._layers[layer]
+        if held is None:
+            shape = (self._rows, keys.shape[1], self._columns, keys.shape[3])
+            held = self._layers[layer] = (keys.new_zeros(shape), values.new_zeros(shape))
+        if self._places is not None:
+            for tensor, new in zip(held, (keys, values), strict=True):
+                tensor[self._places, :, : new.shape[2]] = new
+            return keys, values
+        rows = torch.arange(len(keys), device=keys.device)
+        for tensor, new in zip(held, (keys, values), strict=True):
+            tensor[rows, :, self._at] = new[:, :, 0]
+        return held[0][: len(keys), :, : self._used], held[1][: len(keys), :, : self._used]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Zero: positions and masks are given."""
+        return 0

@@ -1,0 +1,296 @@
+"""A language model as a policy: it reads what is asked, and its actions are the tokens of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from policies import lora
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.files import ADAPTER_CONFIG, CONFIG, Shards
+from policies.kinds import check_folders
+from policies.language.generation import Sampling, causal, generate, padded
+from policies.language.model import ADAPTED, CausalModel, load_model, save_model
+from policies.language.prompts import Prompts
+from policies.layers import checked_noise, counted_mean, only_counted
+
+MOST_PADDING = 0.1
+"""Share of padding in a pass of `evaluate`, at most."""
+BFLOAT16_TOLERANCE = 2e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageOptions:
+    """Which model, what it is told, how it answers, and what is trained.
+
+    Raises `PolicyError` for a value that an option does not take.
+    """
+
+    checkpoint: str = ""
+    """Directory of a causal language model, as transformers saves it."""
+    weights: str = ""
+    """Folder of a saved policy, whose tensors are taken instead of those of `checkpoint`; `policies.load` sets it."""
+    dtype: str = "float32"
+    """float32, bfloat16, or checkpoint: as stored."""
+    chat: bool = False
+    """True: the instruction is a user's message in the tokenizer's chat template."""
+    system: str = ""
+    """The system's message before it, with `chat`."""
+    prompt: str = "{}"
+    """Text around the instruction, which stands for `{}`."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    rows: int = 64
+    """Answers that are written side by side; more wait until one of these has ended."""
+    lora_rank: int = 0
+    """Rank of new adapters, which are then all of the network that is trained; 0: none."""
+    lora_alpha: float = 0.0
+    """0: as the rank."""
+    adapter: str = ""
+    """PEFT directory of an adapter, which is trained further."""
+    gradient_checkpointing: bool = False
+    """True: activations are computed again in the backward pass."""
+    value_per_action: bool = False
+    """True: a value for each token of an answer, for `advantage.credit: action`; False: one for the answer."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise PolicyError(f"temperature must be greater than 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise PolicyError(f"top_p is a share greater than 0, at most 1, got {self.top_p}")
+        if self.rows < 1:
+            raise PolicyError(f"rows must be at least 1, got {self.rows}")
+        if self.lora_rank < 0 or (self.lora_rank and self.adapter):
+            raise PolicyError(f"give lora_rank for a new adapter or adapter for a saved one, got {self.lora_rank}")
+        if "{}" not in self.prompt:
+            raise PolicyError(f"prompt has {{}} where the instruction stands, got {self.prompt!r}")
+        if self.system and not self.chat:
+            raise PolicyError("system is a message of a chat: set chat to true")
+
+
+class LanguagePolicy(lora.AdaptedPolicy):
+    """Answers an instruction in tokens; with `state`, goes on with the answer whose token ids the state holds.
+
+    Reads `instruction`, and `state` [S]: the answer so far, -1 where there is no token yet, as `text/<task>` has it. A
+    decision is up to C tokens, which end with the end-of-sequence token; the chunk has that token from there on. One
+    number of the noise draws one token. Log-probs are at `temperature`, of the whole vocabulary.
+
+    `trace["tokens"]` int64 [B, C] are the token ids. Imitation raises the demonstrated tokens' probability.
+    """
+
+    kind = "language"
+    chooses = True
+    pretrained = True
+    options_type = LanguageOptions
+    incidental: ClassVar[frozenset[str]] = frozenset(
+        {
+            "checkpoint",
+            "adapter",
+            "temperature",
+            "top_p",
+            "rows",
+            "gradient_checkpointing",
+            "spec.chunk",
+            "spec.horizon",
+        }
+    )
+
+    @classmethod
+    def check_files(cls, architecture: Mapping[str, Any]) -> None:
+        if not architecture.get("checkpoint"):
+            raise PolicyError(f"{cls.kind} needs a language model: set policy.options.checkpoint to its directory")
+        check_folders(architecture)
+        for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
+            folder = architecture.get(name)
+            if folder and not (Path(folder) / file).is_file():
+                raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+
+    @classmethod
+    def reads(cls, config: Mapping[str, Any]) -> bool:
+        return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
+
+    def __init__(self, spec: PolicySpec, options: LanguageOptions) -> None:
+        """Raises `PolicyError` where model, task and options do not fit together."""
+        super().__init__()
+        self.check_files(asdict(options))
+        if spec.cameras or spec.proprio_dim:
+            raise PolicyError("language reads texts: set policy.reads to [instruction], or [instruction, state]")
+        self.spec, self.options = spec, options
+        self.noise_dim = spec.chunk
+        source, weights = Path(options.checkpoint), Path(options.weights)
+        saved_adapter = bool(options.weights) and (weights / ADAPTER_CONFIG).exists()
+        self.model: CausalModel = load_model(
+            weights if options.weights and not saved_adapter else source, options.dtype
+        )
+        self.prompts = Prompts(source, chat=options.chat, system=options.system, template=options.prompt)
+        self._check_vocabulary()
+        adapter = weights if saved_adapter else Path(options.adapter) if options.adapter else None
+        if adapter is not None:
+            config = lora.read_adapter_config(adapter)
+            lora.check_base(self.model, adapter, config)
+            lora.attach(self.model, config | {"inference_mode": False}, adapter / ADAPTER_CONFIG)
+            lora.load_adapter(self.model, adapter)
+        elif options.lora_rank:
+            alpha = float(options.lora_alpha) or options.lora_rank
+            lora.attach(self.model, {"r": options.lora_rank, "lora_alpha": alpha, "target_modules": ADAPTED})
+        if options.gradient_checkpointing:
+            self.model.network.gradient_checkpointing_enable({"use_reentrant": False})
+        self.value_head = nn.Linear(self.model.width, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+        if self.model.dtype != torch.float32:
+            self.ratio_tolerance = BFLOAT16_TOLERANCE
+
+    def _check_vocabulary(self) -> None:
+        choices, known, rows = self.spec.discrete_actions, self.prompts.size, self.model.vocabulary
+        if known > rows:
+            raise PolicyError(f"the tokenizer of {self.options.checkpoint} has {known} tokens, the model knows {rows}")
+        if choices != known:
+            raise PolicyError(
+                f"the task is answered in {choices} tokens, and the model's tokenizer has {known}: set env.tokenizer "
+                f"to {self.options.checkpoint}"
+            )
+        self.model.known = known
+
+    # --- decisions
+
+    @torch.no_grad()
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        asked = self._asked(inputs)
+        noise = None if noise is None else checked_noise(noise, self.noise_dim)
+        sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
+        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling)
+        values = self.value_head(answers.states.float()).squeeze(-1)
+        return Action(
+            answers.tokens.float()[..., None],
+            answers.log_prob[..., None],
+            values if self.options.value_per_action else values[:, 0],
+            {"tokens": answers.tokens},
+        )
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        states, said = self._taught(self._asked(inputs), trace["tokens"])
+        rows, columns = said.nonzero(as_tuple=True)
+        every = torch.log_softmax(self.model.logits(states) / self.options.temperature, -1)
+        chosen = every.gather(-1, trace["tokens"][rows, columns][:, None]).squeeze(-1)
+        entropy = -(every.exp() * every).sum(-1)
+        values = self._placed(self.value_head(states.float()).squeeze(-1), said)
+        return Evaluation(
+            self._placed(chosen, said)[..., None],
+            self._placed(entropy, said)[..., None],
+            values if self.options.value_per_action else values[:, 0],
+        )
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """The cross-entropy of the demonstrated tokens."""
+        tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.prompts.size - 1)
+        states, said = self._taught(self._asked(inputs), torch.where(counted, tokens, self.prompts.end))
+        losses = functional.cross_entropy(self.model.logits(states), tokens[said], reduction="none")
+        return counted_mean(self._placed(losses, said)[..., None], counted & said)
+
+    @torch.no_grad()
+    def value(self, inputs: Inputs) -> Tensor:
+        first = self._taught(self._asked(inputs), torch.full((len(inputs.instruction), 1), self.prompts.end))[0]
+        values = self.value_head(first.float()).squeeze(-1)
+        return values[:, None].expand(-1, self.spec.chunk) if self.options.value_per_action else values
+
+    def _asked(self, inputs: Inputs) -> list[list[int]]:
+        """The tokens before the answer's next one, of each row."""
+        if not inputs.instruction:
+            raise PolicyError("language reads the instruction: add 'instruction' to policy.reads")
+        asked = [list(self.prompts.tokens(text)) for text in inputs.instruction]
+        if inputs.state is not None:
+            for row, so_far in zip(asked, inputs.state.cpu().round().long().tolist(), strict=True):
+                row.extend(token for token in so_far if token >= 0)
+        longest = max(map(len, asked))
+        if longest + self.spec.chunk > self.model.context:
+            raise PolicyError(
+                f"a prompt of {longest} tokens and an answer of up to {self.spec.chunk} are more than the model's "
+                f"context of {self.model.context}: set policy.chunk and env.max_episode_steps lower"
+            )
+        return asked
+
+    def _taught(self, asked: Sequence[Sequence[int]], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, D] the states that predict the N tokens of the answers [B, C], and bool [B, C] where those tokens are: up
+        to each answer's end, row by row.
+
+        Rows of like length share a pass, in which at most a tenth is padding.
+        """
+        said = (tokens == self.prompts.end).cumsum(1).cumsum(1) <= 1  # the first end token belongs to the answer
+        answers = [row[mask].tolist() for row, mask in zip(tokens, said, strict=True)]
+        whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(asked, answers, strict=True)]
+        parts: dict[int, Tensor] = {}
+        for rows in _alike([len(row) for row in whole]):
+            ids, lengths = padded([whole[row] for row in rows], self.model.network.device)
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(len(rows), -1)
+            states = self.model.states(ids, causal(lengths, ids.shape[1]), positions)
+            for place, row in enumerate(rows):
+                first = len(asked[row]) - 1
+                parts[row] = states[place, first : first + len(answers[row])]
+        return torch.cat([parts[row] for row in range(len(whole))]), said
+
+    def _placed(self, values: Tensor, said: Tensor) -> Tensor:
+        """[B, C] the values [N] where the tokens are, 0 elsewhere."""
+        return values.new_zeros(said.shape).masked_scatter(said, values)
+
+    # --- what is trained, files
+
+    @property
+    def adaptable(self) -> lora.AdaptedModel:
+        return self.model
+
+    @property
+    def normalised_by(self) -> str:
+        return "nothing: observations and actions are tokens"
+
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        return [[layer] for layer in self.model.network.model.layers]
+
+    def architecture(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self.options).items() if name != "weights"}
+
+    def write_actor(self, folder: Path) -> bool:
+        """A PEFT directory where an adapter is trained, else the whole model, with its tokenizer."""
+        if self.adapted:
+            lora.save_adapter(self.model, folder)
+        else:
+            (folder / ADAPTER_CONFIG).unlink(missing_ok=True)  # the folder would be taken for an adapter
+            save_model(self.model, folder)
+        return True
+
+    def read_actor(self, folder: Path) -> dict[str, Tensor]:
+        if self.adapted:
+            tensors = lora.read_adapter(self.model, folder)
+            lora.check_scaling(self.model, folder)
+            return {f"model.{name}": tensor for name, tensor in tensors.items()}
+        found = Shards.find(folder).read(self.model.checkpoint_state())
+        return {f"model.network.{name}": tensor for name, tensor in found.items()}
+
+    @classmethod
+    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
+        return {"weights": str(folder)}
+
+    def export(self, folder: Path) -> None:
+        """Write a directory as transformers loads it, with the adapter, if there is one, merged into the weights."""
+        save_model(self.model, Path(folder), lora.merged_state(self.model))
+
+
+def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Groups of rows whose padding to the longest is at most `MOST_PADDING` of the group's tokens."""
+    group: list[int] = []
+    total = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        longest = lengths[group[0]] if group else lengths[row]
+        if group and total + lengths[row] < (1 - MOST_PADDING) * longest * (len(group) + 1):
+            yield group
+            group, total = [], 0
+        group.append(row)
+        total += lengths[row]
+    if group:
+        yield group

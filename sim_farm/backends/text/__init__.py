@@ -1,0 +1,13 @@
+"""`text/<task>`: problems in words that are answered in tokens and scored by a verifier.
+
+An episode is one problem: its instruction states it, an action is one token, and the end-of-sequence token or the
+token limit ends it. There is no picture and no robot. Tasks: `countdown_3`, `countdown_4`, and, where the package is
+installed, reasoning-gym's generators as `reasoning_gym/<name>`. Problems from files are a backend of one's own
+(`problem_files`).
+"""
+
+from sim_farm.backends.text import reasoning_gym
+from sim_farm.backends.text.countdown import COUNTDOWN
+from sim_farm.backends.text.physics import text_backend
+
+BACKEND = text_backend("text", lambda: COUNTDOWN | reasoning_gym.tasks())

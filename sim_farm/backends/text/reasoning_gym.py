@@ -1,0 +1,38 @@
+"""The generators of the package reasoning-gym as text tasks, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+from sim_farm.backends.text.problems import Problem, TextTask
+
+PROMPT_BYTES, ANSWER_TOKENS = 8192, 1024
+
+
+@cache
+def tasks() -> Mapping[str, TextTask]:
+    """`reasoning_gym/<name>` to its task; empty where the package is not installed."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        return {}
+    from reasoning_gym.factory import DATASETS
+
+    return {
+        f"reasoning_gym/{name}": TextTask(partial(_problem, name), PROMPT_BYTES, ANSWER_TOKENS)
+        for name in sorted(DATASETS)
+    }
+
+
+def _problem(name: str, seed: int) -> Problem:
+    """The first entry of the generator's dataset of this seed; the generator scores an answer itself, in [0, 1]."""
+    import reasoning_gym
+
+    dataset: Any = reasoning_gym.create_dataset(name, size=1, seed=seed)
+    entry = dataset[0]
+    return Problem(entry["question"], partial(_score, dataset, entry))
+
+
+def _score(dataset: Any, entry: Mapping[str, Any], answer: str) -> float:
+    return float(dataset.score_answer(answer=answer, entry=entry))

@@ -1,0 +1,212 @@
+"""Text tasks: the laws of physics, a verifier under attack, and problems from files."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim_farm.backends.text.countdown import COUNTDOWN, countdown, verify
+from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
+from sim_farm.backends.text.tokenizer import answer_tokenizer
+from sim_farm.conformance.physics_laws import PHYSICS_LAWS
+from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
+from sim_farm.registry import make_physics
+
+TOKENIZER = str(Path(__file__).parents[2] / "assets" / "countdown_lm")
+SPEC = TaskSpec("text/countdown_3", tokenizer=TOKENIZER)
+END = answer_tokenizer(TOKENIZER).end
+
+
+def tokens(text: str) -> np.ndarray:
+    """float32 [C, 1]: the answer's token ids and the end."""
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(f"{TOKENIZER}/tokenizer.json").encode(text).ids
+    return np.array([*ids, END], np.float32)[:, None]
+
+
+@pytest.mark.parametrize("law", PHYSICS_LAWS, ids=lambda law: law.__name__)
+def test_physics_obeys(law):
+    law(SPEC)
+
+
+def test_the_end_token_ends_the_episode_and_the_verifier_scores_what_is_before_it():
+    physics = make_physics(SPEC)
+    first = physics.reset(EpisodeSpec(3))
+    assert first.instruction == "Make 11 from 5, 17, 11."
+    result = physics.step(np.concatenate([tokens("11"), tokens("5")]))
+    assert result.steps == 2 and result.reward.tolist() == [0, 1] and result.terminated.tolist() == [False, True]
+    physics.reset(EpisodeSpec(3))
+    wrong = physics.step(tokens("17-5"))
+    assert wrong.terminated[-1] and not wrong.success.any() and not wrong.reward.any()
+
+
+def test_an_answer_that_is_cut_off_is_worth_nothing():
+    physics = make_physics(TaskSpec("text/countdown_3", tokenizer=TOKENIZER, max_episode_steps=4))
+    physics.reset(EpisodeSpec(3))
+    result = physics.step(tokens("11+5-5")[:4])
+    assert result.truncated[-1] and not result.terminated.any() and not result.reward.any()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "11",
+        " 11 ",
+        "(5-5+11)".replace("5-5+", ""),
+        "11 = 11",
+        "Let me think. <answer>17-5</answer> <answer>11</answer>",
+    ],
+)
+def test_a_right_answer_is_seen(answer):
+    assert verify((5, 17, 11), 11, answer) == 1.0
+
+
+def test_every_problem_has_an_answer():
+    for name, task in COUNTDOWN.items():
+        for seed in range(50):
+            problem = task.problem(seed)
+            assert len(problem.text.encode()) <= task.prompt_bytes, name
+            assert problem == problem and countdown(int(name[-1]), seed).text == problem.text
+
+
+def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
+    """A thousand answers that are wrong, or no expressions: numbers taken twice, code, digits of other scripts."""
+    draw = random.Random(0)
+    a, b, c = numbers
+    found = [
+        str(target),
+        f"{target}+0",
+        f"{a}-{a}+{target}",
+        f"{a}*1",
+        f"{a}{b}",
+        f"{a} {b}",
+        f"-{a}",
+        f"+{a}",
+        f"{a}**{b}",
+        f"{a}//{b}",
+        f"{a}%{b}",
+        f"{a}/0",
+        f"{a}/({b}-{b})",
+        f"0{a}",
+        f"{a}.0",
+        "1e1",
+        f"0x{a}",
+        f"({a}",
+        f"{a})",
+        "()",
+        "",
+        " ",
+        "=",
+        f"={target}",
+        f"{target}={target}",
+        f"{a}={target}",
+        "__import__('os').system('true')",
+        f"eval('{target}')",
+        f"{target} # {a}",
+        f"lambda: {target}",
+        "True",
+        "nan",
+        "inf",
+        f"{target}\n",
+        f"\t{target}",
+        "\uff11\uff12",
+        "\u0661\u0662",
+        "\u00b2",
+        "\u2460",
+        "\u2212" + str(a),
+        f"{a}\u00d7{b}",
+        "<answer></answer>",
+        f"<answer>{target}",
+        f"<answer>{a}</answer>{target}",
+        "(" * 100_000,
+        "1" * 100_000,
+        "9" * 5000 + f"-{a}",
+        f"{a}+" * 1000 + f"{a}",
+        "(" * 90 + str(target) + ")" * 90,
+    ]
+    signs = "+-*/() 0123456789=." + string.ascii_letters
+    while len(found) < 1000:
+        kind = draw.randrange(3)
+        if kind == 0:  # numbers that are not there, or there once too often
+            one, two = draw.choice(numbers), draw.randint(21, 99)
+            found.append(f"{one}{draw.choice('+-*/')}{one}{draw.choice('+-')}{two}")
+        elif kind == 1:
+            found.append("".join(draw.choice(signs) for _ in range(draw.randint(1, 30))))
+        else:
+            found.append("".join(chr(draw.randint(0x80, 0xFFFF)) for _ in range(draw.randint(1, 10))))
+    return found
+
+
+def test_a_thousand_wrong_answers_are_wrong():
+    numbers, target = (7, 18, 19), 44
+    assert verify(numbers, target, "7+18+19") == 1.0
+    assert not [answer[:80] for answer in wrong_answers(numbers, target) if verify(numbers, target, answer)]
+
+
+def test_problems_come_from_a_file(tmp_path: Path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"q": f"{n}+1?", "a": f"so it is #### {n + 1}"}) + "\n" for n in range(3)))
+    backend = problem_backend(sums=ProblemFile(str(path), prompt="q", answer="a"))
+    physics = backend.make_physics(TaskSpec("problems/sums", reward="sparse", tokenizer=TOKENIZER))
+    assert physics.reset(EpisodeSpec(4)).instruction == "1+1?"
+    assert physics.step(tokens("2")).success[-1]
+
+
+def hangs(answer: str, expected: str) -> float:
+    while answer == "9":
+        pass
+    if answer == "8":
+        raise ValueError("no eights")
+    return 7.0 if answer == "7" else float(answer == expected)
+
+
+def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("sim_farm.backends.text.verifying.VerifierProcess.__init__.__defaults__", (1.0,))
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "one?", "answer": "1"}\n')
+    backend = problem_backend(one=ProblemFile(str(path), verifier=f"{__name__}:hangs"))
+    physics = backend.make_physics(TaskSpec("problems/one", reward="sparse", tokenizer=TOKENIZER))
+    for answer, said in (("9", "did not end within 1 s"), ("8", "ValueError: no eights"), ("7", "gave 7.0")):
+        physics.reset(EpisodeSpec(0))
+        with pytest.warns(UserWarning, match=said):
+            assert np.isnan(physics.step(tokens(answer)).reward[-1])
+    physics.reset(EpisodeSpec(0))
+    assert physics.step(tokens("1")).success[-1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TaskSpec("text/countdown_3"), "set env.tokenizer to the folder"),
+        (TaskSpec("text/countdown_3", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
+        (TaskSpec("text/countdown_3", tokenizer=TOKENIZER, cameras=1), "is text and has no cameras"),
+        (TaskSpec("text/countdown_9", tokenizer=TOKENIZER), "did you mean text/countdown_"),
+        (TaskSpec("tabletop/reach", tokenizer=TOKENIZER), "tabletop/reach is not answered in tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
+    with pytest.raises(FarmError, match=message):
+        make_physics(spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "message"),
+    [
+        ("", {}, "has no problems"),
+        ('{"prompt": "x"}\n', {}, "row 1: no column 'answer'; it has prompt"),
+        ("{", {}, "cannot be read"),
+        ('{"prompt": "x", "answer": "1"}\n', {"verifier": "exactly"}, "a verifier is exact, math, or a function"),
+    ],
+)
+def test_files_without_problems_are_refused(tmp_path: Path, text: str, file: dict[str, str], message: str):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(text)
+    backend = problem_backend(these=ProblemFile(str(path), **file))
+    with pytest.raises(FarmError, match=message):
+        backend.make_physics(TaskSpec("problems/these", reward="sparse", tokenizer=TOKENIZER))
