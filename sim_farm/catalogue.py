@@ -43,6 +43,7 @@ CATALOGUE = {
     ),
     "maniskill": Entry(tuple(INSTRUCTIONS), packages=("mani-skill", "sapien")),
     "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",)),
+    "text": Entry(None, packages=("tokenizers",)),
 }
 """Description by simulator name. A simulator without an entry, as a user's own, is imported instead."""
 

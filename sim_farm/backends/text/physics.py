@@ -25,7 +25,7 @@ def text_backend(name: str, tasks: Callable[[], Mapping[str, TextTask]]) -> Back
     return Backend(
         name,
         lambda spec: TextPhysics(spec, tasks()[spec.name.partition("/")[2]]),
-        TextPhysics,  # there are no cameras, hence nothing that is ever drawn
+        None,
         tasks=lambda: list(tasks()),
         rewards=("sparse",),
         reads_tokens=True,
