@@ -24,6 +24,8 @@ KINDS = {
     "scripted": "policies.scripted.policy:Scripted",
 }
 """Kind to module:class. A module is imported when its kind is asked for."""
+WITHOUT_WEIGHTS = frozenset({"countdown_solver", "random", "remote", "replay", "scripted"})
+"""Kinds that are evaluated and recorded, and have nothing to train (`Policy.trainable`)."""
 ENTRY_POINTS = "embodied_farm.policies"
 """Group in which packages offer policies, name to `module:Class`. A name of `KINDS` cannot be replaced."""
 

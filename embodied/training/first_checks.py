@@ -10,11 +10,12 @@ import os
 
 from embodied import hub
 from embodied.config.schema import HERE, Config
+from embodied.errors import UserError
 from embodied.reporting.trackers import check_packages
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_episode_groups, physics_workers_of, tasks_of
 from embodied.workflows.unread import check_unread
-from policies.kinds import check_folders, check_kind
+from policies.kinds import WITHOUT_WEIGHTS, check_folders, check_kind
 from sim_farm.catalogue import check_task
 from sim_farm.client.task_farm import check_division
 
@@ -41,9 +42,20 @@ def check_rollouts(config: Config) -> None:
 
 
 def check_settings(config: Config) -> None:
-    """Check that the workflow reads what is set. One of your own is code, which has to be imported first."""
+    """Check that the policy has something to learn, and that the workflow reads what is set. One of your own is code,
+    which has to be imported first."""
+    if config.policy.kind in WITHOUT_WEIGHTS:
+        raise UserError(nothing_to_learn(config.policy.kind))
     if ":" not in config.workflow:
         check_unread(config)
+
+
+def nothing_to_learn(kind: str) -> str:
+    """Message about a policy that cannot be trained."""
+    return (
+        f"the policy {kind} has nothing to learn: `embodied eval` evaluates it and `embodied record` records its "
+        "episodes; to train, take another policy.kind (gaussian_mlp, for example)"
+    )
 
 
 def check_farms(config: Config) -> None:

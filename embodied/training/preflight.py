@@ -19,6 +19,7 @@ from embodied.execution.policy_workers import check_replicas
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
 from embodied.reporting.trackers import check_packages
+from embodied.training.first_checks import nothing_to_learn
 from embodied.training.selection import selection_protocol
 from embodied.workflows.checks import check_starts, check_task_curriculum
 from embodied.workflows.context import task_spec
@@ -55,10 +56,7 @@ def check_training(config: Config) -> None:
     """Check a training run: its trackers, `check_run`, its plan and profile, its evaluations, and, if nothing is
     planned, that environments divide among workers and groups among policy replicas."""
     if not registry.policy_class(config.policy.kind).trainable:
-        raise UserError(
-            f"the policy {config.policy.kind} has nothing to learn: `embodied eval` evaluates it and `embodied record` "
-            "records its episodes; to train, take another policy.kind (gaussian_mlp, for example)"
-        )
+        raise UserError(nothing_to_learn(config.policy.kind))
     check_packages(config.track)
     check_run(config)
     protocol = protocol_of(config)

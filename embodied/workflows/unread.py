@@ -99,6 +99,12 @@ READERS = (
         "set eval.every to 1 or more",
     ),
     Reader(
+        ("eval.prompt",),
+        "suite of perturbed instructions",
+        lambda config, recipe: config.eval.protocol in ("libero-plus", "libero-pro"),
+        "set eval.protocol to libero-plus or libero-pro",
+    ),
+    Reader(
         ("plan.ahead", "plan.replan"),
         "plan that is searched for",
         lambda config, recipe: config.plan.mode != "configured" or config.plan.file is not None,

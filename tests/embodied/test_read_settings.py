@@ -169,6 +169,7 @@ def another(key: str) -> Any:
         "group",
         "episode",
         "stock",
+        "published",
     ):
         with suppress(UserError):
             found = parse_config({section: {name: value}}, "test")

@@ -6,6 +6,7 @@ import json
 import random
 import string
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -204,7 +205,7 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
         ('{"prompt": "x", "answer": "1"}\n', {"verifier": "exactly"}, "a verifier is exact, math, or a function"),
     ],
 )
-def test_files_without_problems_are_refused(tmp_path: Path, text: str, file: dict[str, str], message: str):
+def test_files_without_problems_are_refused(tmp_path: Path, text: str, file: dict[str, Any], message: str):
     path = tmp_path / "problems.jsonl"
     path.write_text(text)
     backend = problem_backend(these=ProblemFile(str(path), **file))

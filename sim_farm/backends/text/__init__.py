@@ -10,4 +10,4 @@ from sim_farm.backends.text import reasoning_gym
 from sim_farm.backends.text.countdown import COUNTDOWN
 from sim_farm.backends.text.physics import text_backend
 
-BACKEND = text_backend("text", lambda: COUNTDOWN | reasoning_gym.tasks())
+BACKEND = text_backend("text", lambda: {**COUNTDOWN, **reasoning_gym.tasks()})

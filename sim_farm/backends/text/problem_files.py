@@ -8,6 +8,7 @@ BACKEND = problem_backend(gsm8k=ProblemFile("gsm8k.jsonl", prompt="question", an
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -60,11 +61,11 @@ def exact(answer: str, expected: str) -> float:
 
 def math_equal(answer: str, expected: str) -> float:
     """1.0 if math-verify finds the two equal; it reads LaTeX and plain expressions, and the last in a longer text."""
-    from math_verify import parse, verify
+    library: Any = importlib.import_module("math_verify")
 
     # Its own time limits use signals of the main thread; this process has a limit of its own.
-    gold = parse(expected, parsing_timeout=None)
-    return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+    gold, found = (library.parse(text, parsing_timeout=None) for text in (expected, answer))
+    return float(library.verify(gold, found, timeout_seconds=None))
 
 
 VERIFIERS = {"math": f"{__name__}:math_equal"}

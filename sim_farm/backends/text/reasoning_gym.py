@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from functools import cache, partial
@@ -17,19 +18,16 @@ def tasks() -> Mapping[str, TextTask]:
     """`reasoning_gym/<name>` to its task; empty where the package is not installed."""
     if importlib.util.find_spec("reasoning_gym") is None:
         return {}
-    from reasoning_gym.factory import DATASETS
-
+    factory: Any = importlib.import_module("reasoning_gym.factory")
     return {
         f"reasoning_gym/{name}": TextTask(partial(_problem, name), PROMPT_BYTES, ANSWER_TOKENS)
-        for name in sorted(DATASETS)
+        for name in sorted(factory.DATASETS)
     }
 
 
 def _problem(name: str, seed: int) -> Problem:
     """The first entry of the generator's dataset of this seed; the generator scores an answer itself, in [0, 1]."""
-    import reasoning_gym
-
-    dataset: Any = reasoning_gym.create_dataset(name, size=1, seed=seed)
+    dataset: Any = importlib.import_module("reasoning_gym").create_dataset(name, size=1, seed=seed)
     entry = dataset[0]
     return Problem(entry["question"], partial(_score, dataset, entry))
 
