@@ -35,6 +35,8 @@ CHANGED = {
     "eval.every": "10",
 }
 """The settings that are changed most, each with an example of a value."""
+READ = {"serve": ("policy.kind", "policy.path", "policy.init")}
+"""Of those, the settings that a verb reads, where it does not read them all."""
 EXAMPLES = {
     "train": (
         ("embodied train CONFIG --loss.clip 0.1 --seed 3", "any setting can be given"),
@@ -102,7 +104,7 @@ def show_help(verb: str, kind: Any, settings: Config) -> None:
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
     every = f"`embodied {verb} --help-all` and docs/settings.md have every one"
     print(f"\nsettings that are changed most ({every}):")
-    print(_columns([_setting(key, example, settings) for key, example in CHANGED.items()], width))
+    print(_columns([_setting(key, CHANGED[key], settings) for key in READ.get(verb, CHANGED)], width))
     print("\nexamples:")
     print(_columns([(command, f"# {does}") for command, does in EXAMPLES[verb][:SHOWN]], width))
     print("\nconfigurations (`embodied train` alone says what each is):")

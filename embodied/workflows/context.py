@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import policies
-from embodied.config.schema import Config, EnvConfig
+from embodied.config.schema import Config
 from embodied.devices import Affinity, find_device, settle
 from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
+from embodied.workflows.sizes import randomisation
 from policies.contract import Policy, PolicySpec
 from policies.registry import check_actions
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
-from sim_farm.graded_axes import graded
-from sim_farm.perturbations import Perturbation
 
 FINALS = {"never": "never", "truncated": "truncated", "always": "ended"}
 """Final frames that are drawn, by which of them are valued."""
@@ -71,19 +70,6 @@ def task_spec(config: Config) -> TaskSpec:
         tokenizer=env.tokenizer,
         perturbations=randomisation(config),
     )
-
-
-def randomisation(config: Config) -> tuple[Perturbation, ...]:
-    """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator has not or
-    the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
-    env = config.env
-    if env.randomise_levels != EnvConfig().randomise_levels and not env.randomise:
-        raise UserError(
-            f"env.randomise_levels is {env.randomise_levels}, and no axis is randomised: name some by env.randomise, "
-            "or leave the levels away"
-        )
-    pairs = [(axis, level) for axis in env.perturbed_axes for level in env.perturbed_levels]
-    return tuple(graded(env.task, axis, level, config.policy.reads) for axis, level in pairs)
 
 
 def bootstrap_of(config: Config) -> str:

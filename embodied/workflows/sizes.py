@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from embodied.config.files import parse_config
-from embodied.config.schema import Config
+from embodied.config.schema import Config, EnvConfig
 from embodied.errors import UserError
-from embodied.workflows.context import randomisation
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from schedulers.workflow import Component, Edge, Loop, Workflow
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes, Starts
+from sim_farm.graded_axes import graded
+from sim_farm.perturbations import Perturbation
 
 TASK_SEEDS = 1_000_003
 """Between the seeds of a run's tasks, so that environments of the same index do not draw the same noise."""
@@ -107,6 +108,19 @@ def episodes_of(config: Config, seed: int) -> Episodes:
 def physics_workers_of(config: Config, cores: int) -> int:
     """Processes that step the environments of each task, without a plan, on so many cores."""
     return config.farm.physics_workers or (1 if config.runtime.mode == "inline" else cores)
+
+
+def randomisation(config: Config) -> tuple[Perturbation, ...]:
+    """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator has not or
+    the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
+    env = config.env
+    if env.randomise_levels != EnvConfig().randomise_levels and not env.randomise:
+        raise UserError(
+            f"env.randomise_levels is {env.randomise_levels}, and no axis is randomised: name some by env.randomise, "
+            "or leave the levels away"
+        )
+    pairs = [(axis, level) for axis in env.perturbed_axes for level in env.perturbed_levels]
+    return tuple(graded(env.task, axis, level, config.policy.reads) for axis, level in pairs)
 
 
 def _starts(config: Config) -> Starts:

@@ -200,7 +200,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_entry_point(folder: Path) -
         ("strangr.sim:BACKEND/reach", "strangr.sim:BACKEND cannot be imported on .*: there is no module strangr in"),
         ("stranger.sin:BACKEND/reach", "there is no module stranger.sin in the current folder"),
         ("stranger.sim:BACKND/reach", r"the module stranger.sim \(.*sim.py\) has no BACKND; did you mean BACKEND\?"),
-        ("stranger.sim:tabeltop/reach", r"has no tabeltop; did you mean tabletop\?"),
+        ("stranger.sim:tabeltop/reach", r"has no tabeltop; did you mean tabletop"),
         ("stranger.sim:Point/reach", "stranger.sim:Point is the class Point, not a sim_farm.contract.Backend"),
         ("stranger.sim:BACKEND/raech", "unknown task 'stranger.sim:BACKEND/raech'; did you mean stranger.sim:B"),
         ("stranger.sim:BACKEND", "a task is named <simulator>/<task>"),

@@ -36,7 +36,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
         self.tags.append(tag)
-        self.sources += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        sources = [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.sources += [source for source in sources if source != "data:,"]  # no icon, which else is asked for
         if data := values.get("data-points"):
             self.points.append(json.loads(data))
         if tag not in VOID:
