@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from sim_farm import make
 from sim_farm.backends.mujoco_gl import mujoco, platform
-from sim_farm.contract import EpisodeSpec
+from sim_farm.contract import EpisodeSpec, TaskSpec
+from sim_farm.registry import make_physics, make_renderer
 
 SIZE, SEED, STEPS = 64, 9, 12
 
@@ -169,39 +170,43 @@ def changed(before: Any, after: Any) -> Iterator[str]:
 
 
 def differences(stock: Stock, task: str) -> list[str]:
-    """What differs between the stock environment and the example's task, in words."""
-    physics, renderer = make(task, cameras=(stock.camera,), size=SIZE)
-    found: list[str] = []
+    """What differs between the stock environment and the example's task, in words.
 
-    def compare(what: str, ours: Any, theirs: np.ndarray) -> None:
-        if not np.array_equal(ours.state, theirs.astype(np.float32)):
-            found.append(f"state {what}")
-        if not np.array_equal(renderer.render([ours.scene], (stock.camera,))[stock.camera][0], stock.frame()):
-            found.append(f"picture {what}")
-
+    Stock is run to its end first: of two drawing libraries in turn, one may read what the other has drawn.
+    """
+    spec = TaskSpec(task, cameras=(stock.camera,), image_size=SIZE)
+    physics = make_physics(spec)
+    drawn = np.random.default_rng(1).uniform(-1, 1, (2, STEPS, physics.info.action_dim)).astype(np.float32)
     stock.reset()
     compiled = copy.copy(stock.model)
-    drawn = np.random.default_rng(1).uniform(-1, 1, (2, STEPS, physics.info.action_dim)).astype(np.float32)
+    seen = [(stock.reset(), 0.0, stock.frame().copy())]
+    seen += [(*stock.step(action.astype(np.float64)), stock.frame().copy()) for action in drawn[1]]
+    found = [f"{name} of the model changes" for name in changed(compiled, stock.model) if name not in stock.fields]
+    stock.close()
+    renderer = make_renderer(spec)
     physics.reset(EpisodeSpec(SEED + 1))
     physics.step(drawn[0])
-    compare("after the reset", physics.reset(EpisodeSpec(SEED)), stock.reset())
-    for number, action in enumerate(drawn[1]):
-        state, reward = stock.step(action.astype(np.float64))
-        result = physics.step(action[None])
-        compare(f"after step {number}", result, state)
-        if result.reward[0] != np.float32(reward):
-            found.append(f"reward of step {number}: {result.reward[0]}, {reward}")
+    result = physics.reset(EpisodeSpec(SEED))
+    for number, (state, reward, frame) in enumerate(seen):
+        if number:
+            result = physics.step(drawn[1][number - 1 : number])
+            if result.reward[0] != np.float32(reward):
+                found.append(f"reward of step {number}: {result.reward[0]}, {reward}")
+        if not np.array_equal(result.state, state.astype(np.float32)):
+            found.append(f"state after {number} steps")
+        if not np.array_equal(renderer.render([result.scene], (stock.camera,))[stock.camera][0], frame):
+            found.append(f"picture after {number} steps")
         if result.ended:
             break
-    found += [f"{name} of the model changes" for name in changed(compiled, stock.model) if name not in stock.fields]
-    for opened in (renderer, physics, stock):
-        opened.close()
+    renderer.close()
+    physics.close()
     return found
 
 
 def main(example: str) -> None:
     kind = {"metaworld": MetaWorld, "robosuite": Robosuite, "gymnasium_robotics": Robotics}[example]
     module = f"{example}_farm"
+    os.environ["MUJOCO_GL"] = platform()  # stock renderers ask for a window elsewhere
     print("MuJoCo", mujoco.__version__, "drawn by", platform())
     equal = 0
     for name in importlib.import_module(module).BACKEND.tasks():
