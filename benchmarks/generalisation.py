@@ -1,4 +1,4 @@
-"""What a policy can do beside what it was trained on: before and after reinforcement, and trained with randomisation.
+"""Success of policies under perturbations: before and after reinforcement, and after training with randomisation.
 
     python benchmarks/generalisation.py --config reach --json benchmarks/results/generalisation_reach.json
     python benchmarks/generalisation.py --config openvla_small --episodes 50

@@ -1,4 +1,4 @@
-"""What LIBERO's meshes and textures cost: memory of a process that simulates and draws one task, and processor time.
+"""Cost of LIBERO's meshes and textures: memory of a process that simulates and draws one task, and processor time.
 
     python benchmarks/libero_assets.py libero/libero_spatial/0
 

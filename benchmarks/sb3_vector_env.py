@@ -47,7 +47,7 @@ class Run:
     """From the first env step to the target, or to the limit."""
     env_steps: int
     success: float
-    """Of the last `WINDOW` episodes."""
+    """Share of the last `WINDOW` episodes that were solved."""
 
 
 def farm() -> Any:

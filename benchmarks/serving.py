@@ -1,4 +1,4 @@
-"""What serving a policy costs: an evaluation of a run, and of the same run behind `embodied serve`.
+"""Cost of serving a policy: time of an evaluation of a run, and of the same run behind `embodied serve`.
 
     python benchmarks/serving.py RUN --json benchmarks/results/serving.json
 
@@ -39,9 +39,9 @@ class Arguments:
     rounds: int = 5
     """Evaluations of each sort, in turn."""
     episodes: int = 50
-    """Of each task."""
+    """Episodes of each task."""
     mode: Literal["ray", "inline"] = "ray"
-    """Of both evaluations: `runtime.mode`."""
+    """`runtime.mode` of both evaluations."""
     json: Path | None = None
     """Write the result to this file."""
 

@@ -1,7 +1,7 @@
 """Perturbations as data: what of an episode is otherwise than its task has it, to see whether a policy generalises.
 
 A perturbation is a row of its task's static table (`TaskSpec.perturbations`); an episode names it by its index
-(`EpisodeSpec.perturbation`). Its parts are applied by whoever makes what they change:
+(`EpisodeSpec.perturbation`). Its parts are applied where the thing that they change is made:
 
     scene     physics, after the reset: where the robot starts, where objects lie
     cameras   the renderer: the pose of a camera

@@ -18,7 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray ends a worker process that has not registered after 60 s, which a busy machine needs to load Python.
 os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
-# It also ends workers where little memory is left, whoever has taken it.
+# It also ends workers where little memory is left, even if other processes have taken it.
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 from sim_farm.shared_memory import memory  # noqa: E402

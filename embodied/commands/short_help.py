@@ -36,7 +36,7 @@ CHANGED = {
 }
 """The settings that are changed most, each with an example of a value."""
 READ = {"serve": ("policy.kind", "policy.path", "policy.init")}
-"""Of those, the settings that a verb reads, where it does not read them all."""
+"""Settings of `CHANGED` that a verb reads, for verbs that do not read them all."""
 EXAMPLES = {
     "train": (
         ("embodied train CONFIG --loss.clip 0.1 --seed 3", "any setting can be given"),

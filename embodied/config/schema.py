@@ -481,7 +481,7 @@ class Event:
 
     axis: str
     level: int
-    """Of a graded axis; 0 where the instruction is given."""
+    """Level of the graded axis; 0 where the instruction is given."""
     step: int
     """Env steps before it."""
     instruction: str | None = None
@@ -518,16 +518,16 @@ class EvalConfig(Section):
     `generalisation`: as env says, under graded perturbations of every axis (docs/generalisation.md); None: as env
     says."""
     prompt: Literal["intended", "published"] = "intended"
-    """What the policy is told under `libero-plus` and `libero-pro`: the instruction that is meant, or what the suite's
-    own code tells it, made from the name of the task file."""
+    """Instruction under `libero-plus` and `libero-pro`: that which the task file states (`intended`), or that which the
+    suite's own code makes from the file's name (`published`)."""
     axes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
     """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`;
     none: with the protocol `generalisation` all that the simulator has and the policy notices, else no perturbation."""
     levels: Annotated[int | str, AfterValidator(_levels)] = "1-5"
     """Levels of these axes: one, or those of ranges such as `1,3,5`."""
     event: Annotated[tuple[Annotated[str, AfterValidator(_event)], ...], BeforeValidator(_each)] = ()
-    """What changes in the middle of every trial, which is repeated with it: `AXIS:LEVEL@STEP`, as `objects:3@20`, or
-    `words:INSTRUCTION@STEP`. Until so many env steps the two are equal. Several are each tried by itself."""
+    """Changes in the middle of a trial, each with which every trial is repeated: `AXIS:LEVEL@STEP`, as `objects:3@20`,
+    or `words:INSTRUCTION@STEP`. A trial and its repetition are equal until that env step."""
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
     each, and as many without. None: as the protocol says, or 100; under perturbations 50."""

@@ -413,7 +413,7 @@ def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
         )
     found = [graded(task, axis, level, reads) for axis in axes for level in settings.perturbed_levels]
     for event in settings.events:
-        # The axis is checked, whoever gives the words.
+        # The axis is checked here, also where the words are given.
         one = graded(task, event.axis, event.level or 1, reads, event.step)
         found.append(one if event.instruction is None else replace(one, level=0, words=event.instruction))
     return tuple(found)

@@ -124,6 +124,14 @@ def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, 
     first, without = read(result["run"])[0], read(plain["run"])[0]
     assert first["env/success_once"] >= 0.9
     assert first["env/episodes"] > 2 * without["env/episodes"], "solved episodes are short"
+    # The weights that it begins with keep the statistics beside them; those of a new policy follow its rollout.
+    warmed, further, new = (
+        policies.load(checkpoint.latest(root / name / "checkpoints")).state_dict()
+        for name in ("warm", "further", "plain")
+    )
+    statistics = [name for name in warmed if name.startswith("normalizer.")]
+    assert statistics and all(torch.equal(warmed[name], further[name]) for name in statistics)
+    assert any(not torch.equal(warmed[name], new[name]) for name in statistics)
     # The folder that is recorded is the checkpoint, whatever the run learns later.
     saved = settings_of("further", root).policy.init
     assert saved == checkpoint.latest(root / "warm" / "checkpoints")

@@ -1,4 +1,4 @@
-"""The policy server: clients of openpi's protocol get what `act` gives, whoever else asks; a mistake is one text."""
+"""The policy server: clients of openpi's protocol get what `act` gives, whatever others ask; a mistake is one text."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_requests_that_wait_together_are_one_batch(loaded: LoadedPolicy) -> None
 
 
 def test_noise_is_the_requests_own(loaded: LoadedPolicy) -> None:
-    """Sent by the client; or drawn by the seed, the observation and its number, whoever else asks."""
+    """Sent by the client; or drawn by the seed, the observation and its number, whatever other clients ask."""
     import torch
 
     observation = observations(1)[0]

