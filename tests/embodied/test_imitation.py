@@ -126,7 +126,7 @@ def test_a_run_begins_with_what_was_learned_from_demonstrations(warm: dict[str, 
     assert first["env/episodes"] > 2 * without["env/episodes"], "solved episodes are short"
     # The weights that it begins with keep the statistics beside them; those of a new policy follow its rollout.
     warmed, further, new = (
-        policies.load(checkpoint.latest(root / name / "checkpoints")).state_dict()
+        policies.load(checkpoint.latest(root / name / "checkpoints") or root).state_dict()
         for name in ("warm", "further", "plain")
     )
     statistics = [name for name in warmed if name.startswith("normalizer.")]
