@@ -150,7 +150,7 @@ def test_a_run_whose_engine_is_killed_and_started_again_loses_nothing(mode: str,
     if mode == "ray":  # two replicas, of which either may be the one that finds it out
         settings["farm"]["groups"] = settings["policy"]["replicas"] = 2
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "embodied_command", "train", str(tmp_path / "run.yaml"), "--name", "engine"]
+    command = [sys.executable, "-m", "embodied.cli", "train", str(tmp_path / "run.yaml"), "--name", "engine"]
     command += ["--runs-dir", str(tmp_path), "--json", str(tmp_path / "result.json")]
     rows = tmp_path / "engine" / "metrics.jsonl"
     try:
