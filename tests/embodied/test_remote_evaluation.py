@@ -61,6 +61,25 @@ def test_a_served_policys_evaluation_equals_its_own_line_for_line(
     assert_same_episodes(read_folder(tmp_path / "own"), read_folder(tmp_path / "remote"))
 
 
+@pytest.mark.slow  # records, trains and evaluates a vision-language-action model
+def test_a_served_vision_language_action_models_evaluation_equals_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = "record tabletop_scripted --env.task tabletop/reach_red --out demos --episodes 4"
+    sft = "sft pi0_small --data demos --name warm --sft.steps 2 --sft.batch 16 --eval.episodes 2 --eval.videos 0"
+    for command in (record, sft):
+        assert cli.main([*command.split(), "--runtime.mode", "inline"]) == 0
+    warm = tmp_path / "runs" / "warm"
+    own = config(settings_of(str(warm), tmp_path).model_dump(mode="json"), env={"num_envs": 4}, eval={"episodes": 6})
+    evaluate_run(str(warm), own, None, tmp_path, into=tmp_path / "own")
+    with serving(embodied.load_policy(warm)) as (address, _):
+        remote = asking(address, own, eval={"episodes": 6})
+        evaluate_run("remote", remote, None, tmp_path, into=tmp_path / "remote")
+    assert lines(tmp_path / "own") == lines(tmp_path / "remote")
+    assert lines(tmp_path / "own").count("\n") == 12  # two tasks
+
+
 def test_the_result_has_the_servers_metadata_and_the_time_that_it_took(run: Path, tmp_path: Path) -> None:
     settings = settings_of(str(run), tmp_path)
     with serving(embodied.load_policy(run), origin={"checkpoint_sha256": "abc"}) as (address, _):
