@@ -239,8 +239,8 @@ def test_padding_changes_nothing(name: str, folder: Path, written: Any, tmp_path
     assert_exact(*updated(name, None, folder, tmp_path), written(name))
 
 
-def make_exact(folder: str, by_token: bool) -> Any:
-    return answers.exact_policy(folder, by_token)
+def make_exact(model: str, by_token: bool) -> Any:
+    return answers.exact_policy(model, by_token)
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_two_ranks_have_the_gradient_of_one(
     by_token, config = name == "ppo by token", config_of(name, 2)
     policy = make_exact(str(folder), by_token)
     batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
-    options = {"folder": str(folder), "by_token": by_token}
+    options = {"model": str(folder), "by_token": by_token}
     with connected(ray_runtime, 2, config, tmp_path, make_exact, **options) as group:
         metrics = group.call_all(Learner.update, batch, 0)
         gradients = group.call_all(Counted.gradients)

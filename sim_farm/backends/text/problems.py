@@ -30,7 +30,7 @@ class TextTask:
     prompt_bytes: int
     """Longest statement of a problem, in UTF-8 bytes."""
     answer_tokens: int
-    """Tokens of an answer, of all its turns together, the end-of-sequence tokens included, after which it is cut off."""
+    """Tokens of an answer, of all its turns and with their end-of-sequence tokens, after which it is cut off."""
     turns: int = 1
     """Answers that may be given, until one is solved."""
     reply_tokens: int = 0
