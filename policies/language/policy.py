@@ -96,6 +96,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
     """
 
     kind = "language"
+    value_head: nn.Linear
     chooses = True
     pretrained = True
     options_type = LanguageOptions
