@@ -126,6 +126,10 @@ class LanguagePolicy(lora.AdaptedPolicy):
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
 
     @classmethod
+    def slots(cls, architecture: Mapping[str, Any]) -> int:
+        return int(architecture.get("rows", LanguageOptions.rows))
+
+    @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
         return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
 
