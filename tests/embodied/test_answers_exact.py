@@ -23,7 +23,7 @@ from policies.language import packing
 from policies.language import policy as language_policy
 from tests.embodied import answers
 from tests.embodied.answers import Decision, Episode, Loss, Terms, Token, deviation, log_probs, surrogate, trajectories
-from tests.embodied.ranks_alone import Counted
+from tests.embodied.ranks_alone import Counted, assert_near
 from tests.variants import often
 
 EXACT = 1e-10
@@ -283,40 +283,55 @@ def test_rows_of_any_lengths_are_packed_with_little_padding() -> None:
 # --- two ranks
 
 
-def rank_of(name: str, rank: int, folder: str, run_dir: Path) -> tuple[Counted, Trajectories]:
+JOBS = [*((name, "whole") for name in ALGORITHMS), ("dapo", "sharded"), ("ppo by token", "sharded")]
+
+
+def rank_of(name: str, sharding: str, ranks: Ranks, folder: str, run_dir: Path) -> tuple[Counted, Trajectories]:
     """The rank's learner, which takes passes of 2 decisions, and what it learns from."""
-    by_token = name == "ppo by token"
+    by_token, config = name == "ppo by token", config_of(name, 2)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"sharding": sharding})})
     policy = answers.exact_policy(folder, by_token)
     batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
-    return Counted(policy, config_of(name, 2), run_dir, Affinity(), Ranks("learner", rank, 2)), batch
+    return Counted(policy, config, run_dir, Affinity(), ranks), batch
 
 
 def second_rank(pipe: Connection, folder: str, run_dir: Path) -> None:
     torch.set_num_threads(1)
-    for name in ALGORITHMS:
-        learner, batch = rank_of(name, 1, folder, run_dir)
+    for name, sharding in JOBS:
+        learner, batch = rank_of(name, sharding, Ranks("learner", 1, 2), folder, run_dir)
         learner.join(pipe.recv(), 300.0)
         metrics = learner.update(batch, 0)
-        pipe.send((metrics, {key: gradient.numpy() for key, gradient in learner.gradients().items()}))
+        learner.weights()
+        gradients = {} if sharding == "sharded" else learner.gradients()
+        pipe.send((metrics, {key: gradient.numpy() for key, gradient in gradients.items()}))
         learner.leave()
 
 
 @pytest.mark.slow
 def test_two_ranks_have_the_gradient_of_one(folder: Path, written: Any, tmp_path: Path) -> None:
-    """Two processes, connected by gloo."""
+    """Two processes, connected by gloo, with the whole policy or a shard of it: then the parameters are compared."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     other = context.Process(target=second_rank, args=(theirs, str(folder), tmp_path), daemon=True)
     other.start()
-    for name in ALGORITHMS:
-        learner, batch = rank_of(name, 0, str(folder), tmp_path)
+    for name, sharding in JOBS:
+        learner, batch = rank_of(name, sharding, Ranks("learner", 0, 2), str(folder), tmp_path)
         address = learner.listen()
         ours.send(address)
         learner.join(address, 300.0)
         metrics = learner.update(batch, 0)
-        assert_exact(metrics, learner.gradients(), written(name))
-        metrics, gradients = ours.recv()
-        assert_exact(metrics, {key: torch.from_numpy(gradient) for key, gradient in gradients.items()}, written(name))
+        weights = {key: tensor.clone() for key, tensor in learner.weights().items()}
+        theirs_found, gradients = ours.recv()
+        if sharding == "whole":
+            assert_exact(metrics, learner.gradients(), written(name))
+            assert_exact(
+                theirs_found, {key: torch.from_numpy(gradient) for key, gradient in gradients.items()}, written(name)
+            )
+        else:
+            assert metrics["learner/policy_loss"] == pytest.approx(written(name)[0].policy, abs=EXACT, rel=EXACT)
+            alone, batch = rank_of(name, "whole", Ranks(), str(folder), tmp_path)
+            alone.update(batch, 0)
+            assert_near(weights, alone.weights(), EXACT)
         learner.leave()
     other.join()
     assert other.exitcode == 0
