@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
@@ -25,6 +25,8 @@ from policies.language.prompts import Prompts
 from policies.layers import checked_noise, counted_mean, only_counted
 
 BFLOAT16_TOLERANCE = 2e-2
+LOGITS_AT_ONCE = 2**27
+"""Numbers of the logits that are held at once: those of a large vocabulary take more memory than all else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +237,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         states, said = self._taught(self._asked(inputs), trace["tokens"])
-        rows, columns = said.nonzero(as_tuple=True)
-        every = torch.log_softmax(self.model.logits(states) / self.options.temperature, -1)
-        chosen = every.gather(-1, trace["tokens"][rows, columns][:, None]).squeeze(-1)
-        entropy = -(every.exp() * every).sum(-1)
+        tokens = trace["tokens"][said.nonzero(as_tuple=True)]
+        chosen, entropy = self._scores(states, tokens, self.options.temperature)
         values = self._placed(self._valued(states), said)
         return Evaluation(
             self._placed(chosen, said)[..., None],
@@ -250,8 +250,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
         """The cross-entropy of the demonstrated tokens."""
         tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.prompts.size - 1)
         states, said = self._taught(self._asked(inputs), torch.where(counted, tokens, self.prompts.end))
-        losses = functional.cross_entropy(self.model.logits(states), tokens[said], reduction="none")
-        return counted_mean(self._placed(losses, said)[..., None], counted & said)
+        chosen, _ = self._scores(states, tokens[said], 1.0)
+        return counted_mean(-self._placed(chosen, said)[..., None], counted & said)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
@@ -291,6 +291,23 @@ class LanguagePolicy(lora.AdaptedPolicy):
             first = begin + len(asked[row]) - 1
             parts.append(states[line, first : first + len(answers[row])])
         return torch.cat(parts), said
+
+    def _scores(self, states: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of the tokens [N] that follow the states [N, D], and entropies [N].
+
+        Of many tokens the logits are computed piece by piece, and again in the backward pass.
+        """
+
+        def piece(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            every = torch.log_softmax(self.model.logits(states) / temperature, -1)
+            return every.gather(-1, tokens[:, None]).squeeze(-1), -(every.exp() * every).sum(-1)
+
+        size = max(1, LOGITS_AT_ONCE // self.model.known)
+        if len(states) <= size:
+            return piece(states, tokens)
+        pairs = zip(states.split(size), tokens.split(size), strict=True)
+        found = [checkpoint(piece, *pair, use_reentrant=False) for pair in pairs]
+        return torch.cat([chosen for chosen, _ in found]), torch.cat([entropy for _, entropy in found])
 
     def _valued(self, states: Tensor) -> Tensor:
         """[..] the values of states [.., D]; the head has a precision of its own."""

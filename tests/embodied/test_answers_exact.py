@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import random
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ from torch import Tensor
 
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.learning.learner import Learner
-from embodied.runtime.ray.runtime import RayRuntime
+from embodied.devices import Affinity
+from embodied.runtime.ranks import Ranks
+from embodied.trajectories.batch import Trajectories
 from policies.language import packing
+from policies.language import policy as language_policy
 from tests.embodied import answers
 from tests.embodied.answers import Decision, Episode, Loss, Terms, Token, deviation, log_probs, surrogate, trajectories
-from tests.embodied.ranks_alone import Counted, connected
+from tests.embodied.ranks_alone import Counted, assert_near
 from tests.variants import often
 
 EXACT = 1e-10
@@ -239,22 +244,94 @@ def test_padding_changes_nothing(name: str, folder: Path, written: Any, tmp_path
     assert_exact(*updated(name, None, folder, tmp_path), written(name))
 
 
-def make_exact(model: str, by_token: bool) -> Any:
-    return answers.exact_policy(model, by_token)
+@pytest.mark.parametrize("name", often(["dapo"], ALGORITHMS))
+def test_logits_of_a_few_tokens_at_once_change_nothing(
+    name: str, folder: Path, written: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(language_policy, "LOGITS_AT_ONCE", 5 * answers.TOKENS)
+    assert_exact(*updated(name, None, folder, tmp_path), written(name))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2, 3, 7])
+def test_hardly_any_padding_is_forwarded(micro_batch: int | None, folder: Path, tmp_path: Path) -> None:
+    """Answers of 1 to 12 tokens after prompts of uneven length."""
+    policy = answers.exact_policy(str(folder))
+    episodes = answers.episodes(policy)
+    learner = Counted(policy, config_of("dapo", micro_batch), tmp_path)
+    forwarded: list[int] = []
+    network: Any = policy.model.network.model
+    network.register_forward_pre_hook(
+        lambda module, given, named: forwarded.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    learner.update(trajectories(episodes, True, False), 0)
+    decisions = [decision for episode in episodes for decision in episode.decisions]
+    real = sum(len(policy.prompts.tokens(d.text)) + len(d.so_far) + len(d.tokens) - 1 for d in decisions)
+    assert real <= sum(forwarded) <= real / 0.9
+    assert len(forwarded) == -(-len(decisions) // (micro_batch or len(decisions))), "one pass a micro-batch"
+
+
+def test_rows_of_any_lengths_are_packed_with_little_padding() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [draw.choice((draw.randint(1, 9), draw.randint(1, 300))) for _ in range(draw.randint(1, 40))]
+        lines = packing.shared_lines(lengths)
+        assert sorted(row for line in lines for row in line) == list(range(len(lengths)))
+        columns = max(sum(lengths[row] for row in line) for line in lines)
+        assert sum(lengths) >= 0.9 * columns * len(lines)
+
+
+# --- two ranks
+
+
+JOBS = [*((name, "whole") for name in ALGORITHMS), ("dapo", "sharded"), ("ppo by token", "sharded")]
+
+
+def rank_of(name: str, sharding: str, ranks: Ranks, folder: str, run_dir: Path) -> tuple[Counted, Trajectories]:
+    """The rank's learner, which takes passes of 2 decisions, and what it learns from."""
+    by_token, config = name == "ppo by token", config_of(name, 2)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"sharding": sharding})})
+    policy = answers.exact_policy(folder, by_token)
+    batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
+    return Counted(policy, config, run_dir, Affinity(), ranks), batch
+
+
+def second_rank(pipe: Connection, folder: str, run_dir: Path) -> None:
+    torch.set_num_threads(1)
+    for name, sharding in JOBS:
+        learner, batch = rank_of(name, sharding, Ranks("learner", 1, 2), folder, run_dir)
+        learner.join(pipe.recv(), 300.0)
+        metrics = learner.update(batch, 0)
+        learner.weights()
+        gradients = {} if sharding == "sharded" else learner.gradients()
+        pipe.send((metrics, {key: gradient.numpy() for key, gradient in gradients.items()}))
+        learner.leave()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_two_ranks_have_the_gradient_of_one(
-    name: str, folder: Path, written: Any, ray_runtime: RayRuntime, tmp_path: Path
-) -> None:
-    """Connected by gloo; each computes its share in passes of 2 decisions."""
-    by_token, config = name == "ppo by token", config_of(name, 2)
-    policy = make_exact(str(folder), by_token)
-    batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
-    options = {"model": str(folder), "by_token": by_token}
-    with connected(ray_runtime, 2, config, tmp_path, make_exact, **options) as group:
-        metrics = group.call_all(Learner.update, batch, 0)
-        gradients = group.call_all(Counted.gradients)
-    for mine, its in zip(metrics, gradients, strict=True):
-        assert_exact(mine, its, written(name))
+def test_two_ranks_have_the_gradient_of_one(folder: Path, written: Any, tmp_path: Path) -> None:
+    """Two processes, connected by gloo, with the whole policy or a shard of it: then the parameters are compared."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=second_rank, args=(theirs, str(folder), tmp_path), daemon=True)
+    other.start()
+    for name, sharding in JOBS:
+        learner, batch = rank_of(name, sharding, Ranks("learner", 0, 2), str(folder), tmp_path)
+        address = learner.listen()
+        ours.send(address)
+        learner.join(address, 300.0)
+        metrics = learner.update(batch, 0)
+        weights = {key: tensor.clone() for key, tensor in learner.weights().items()}
+        theirs_found, gradients = ours.recv()
+        if sharding == "whole":
+            assert_exact(metrics, learner.gradients(), written(name))
+            assert_exact(
+                theirs_found, {key: torch.from_numpy(gradient) for key, gradient in gradients.items()}, written(name)
+            )
+        else:
+            assert metrics["learner/policy_loss"] == pytest.approx(written(name)[0].policy, abs=EXACT, rel=EXACT)
+            alone, batch = rank_of(name, "whole", Ranks(), str(folder), tmp_path)
+            alone.update(batch, 0)
+            assert_near(weights, alone.weights(), EXACT)
+        learner.leave()
+    other.join()
+    assert other.exitcode == 0

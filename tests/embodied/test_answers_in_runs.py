@@ -14,6 +14,7 @@ from embodied.algorithms.estimators import group_relative, judged
 from embodied.config.files import parse_config
 from embodied.errors import UserError
 from embodied.reporting.metrics import read
+from embodied.run import checkpoint
 from embodied.trajectories.batch import join_columns
 from policies import PolicyError
 from sim_farm.backends.text.tokenizer import answer_tokenizer
@@ -42,6 +43,17 @@ def test_a_run_that_is_resumed_is_the_run(model: Path, tmp_path: Path) -> None:
     rows = read(whole)
     assert all(row["learner/grad_norm"] > 0 for row in rows), "nothing was learned: the run would not test it"
     assert len({row["env/episode_len"] for row in rows}) > 1
+
+
+def test_an_answer_goes_on_in_the_next_iteration(model: Path, tmp_path: Path) -> None:
+    """By ppo, whose iteration has a number of decisions: one that stops in the middle of answers goes on with them."""
+    data = settings(model, workflow="ppo", policy={"chunk": 3}, env={"max_episode_steps": 30}, rollout={"decisions": 2})
+    data["rollout"] = {"decisions": 2}
+    whole = trained(tmp_path / "whole", data)
+    parts = trained(tmp_path / "parts", {**data, "iterations": 2})
+    kept = checkpoint.read_environments(parts / "checkpoints" / "000002")
+    assert kept["base_step"].max() > 2 * 3, "an answer is longer than an iteration"
+    assert_same_run(trained(parts, data, resume=True), whole)
 
 
 # --- turns
