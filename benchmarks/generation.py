@@ -56,7 +56,7 @@ DEEPER: dict[str, Any] = {
 class Arguments:
     """Tokens per second of generation with answers of uneven length, beside transformers' `generate`."""
 
-    answers: int = 192
+    answers: int = 256
     """Prompts, each with one answer."""
     rows: int = 32
     """Answers that are written side by side."""
@@ -118,10 +118,14 @@ def transformers_generate(model: CausalModel, prompts: Sequence[Sequence[int]], 
     return [row[longest : longest + length] for row, length in zip(found, lengths, strict=True)]
 
 
-def measured(write: Callable[[], Sequence[Tensor]]) -> tuple[Seconds, Sequence[Tensor]]:
+Writer = Callable[[Sequence[int]], Sequence[Tensor]]
+"""Writes answers of these lengths."""
+
+
+def measured(write: Writer, lengths: Sequence[int]) -> tuple[Seconds, Sequence[Tensor]]:
     """Seconds of one call, and its answers."""
     begun, used = time.perf_counter(), time.process_time()
-    answers = write()
+    answers = write(lengths)
     return Seconds(time.perf_counter() - begun, time.process_time() - used), answers
 
 
@@ -132,12 +136,12 @@ def compare(model: CausalModel, arguments: Arguments) -> dict[str, Any]:
     sizes = torch.randint(arguments.prompt // 2, arguments.prompt + 1, (arguments.answers,), generator=random).tolist()
     prompts = [torch.randint(3, model.vocabulary, (size,), generator=random).tolist() for size in sizes]
 
-    def ours() -> Sequence[Tensor]:
-        found = generate(model, prompts, lengths, NO_TOKEN, None, Sampling(rows=arguments.rows)).tokens
+    def ours(lengths: Sequence[int]) -> Sequence[Tensor]:
+        found = generate(model, prompts, max(lengths), NO_TOKEN, None, Sampling(rows=arguments.rows), lengths).tokens
         return [row[:length] for row, length in zip(found, lengths, strict=True)]
 
-    def in_batches(size: int) -> Callable[[], Sequence[Tensor]]:
-        def write() -> Sequence[Tensor]:
+    def in_batches(size: int) -> Writer:
+        def write(lengths: Sequence[int]) -> Sequence[Tensor]:
             found: list[Tensor] = []
             for first in range(0, len(prompts), size):
                 part = slice(first, first + size)
@@ -146,18 +150,19 @@ def compare(model: CausalModel, arguments: Arguments) -> dict[str, Any]:
 
         return write
 
-    writers = {
+    writers: dict[str, Writer] = {
         "ours": ours,
         "generate": in_batches(arguments.rows),
         "generate_all_at_once": in_batches(arguments.answers),
     }
     taken: dict[str, list[Seconds]] = {name: [] for name in writers}
-    for turn in range(arguments.rounds + 1):  # the first warms up
+    for write in writers.values():
+        write([2] * len(prompts))  # whatever is made on first use
+    for _ in range(arguments.rounds):
         answers: dict[str, Sequence[Tensor]] = {}
         for name, write in writers.items():
-            seconds, answers[name] = measured(write)
-            if turn:
-                taken[name].append(seconds)
+            seconds, answers[name] = measured(write, lengths)
+            taken[name].append(seconds)
         for name in writers:
             equal = [torch.equal(a, b) for a, b in zip(answers["ours"], answers[name], strict=True)]
             assert all(equal), f"{len(equal) - sum(equal)} of {len(equal)} answers differ from those of {name}"

@@ -104,11 +104,11 @@ def _uneven(plan: Plan, problem: Problem) -> list[str]:
         (placement,) = (p for phase in plan.phases for p in phase.placements if name in p.components)
         number = next((i for i, names in enumerate(problem.graph.loops) if name in names), None)
         items = problem.workflow.items if number is None else problem.environments[number] / plan.groups_of(number)
-        each = items / len(placement.instances)
+        each, low, high = items / len(placement.instances), turns.quantiles[0], turns.quantiles[-1]
+        mean = f"{turns.mean:,.0f}" if turns.mean >= 100 else f"{turns.mean:.3g}"
         result.append(
-            f"An item of {name} takes {turns.quantiles[0]:.0f} to {turns.quantiles[-1]:.0f} turns, {turns.mean:.3g} on "
-            f"average: in a call of {each:.3g} on each instance {turns.waiting(each):.0%} of the slots are empty while "
-            "the longest go on."
+            f"An item of {name} takes {low:,.0f} to {high:,.0f} turns, {mean} on average: in a call of {each:.3g} on "
+            f"each instance {turns.waiting(each):.0%} of the slots are empty while the longest go on."
         )
     return result
 

@@ -69,20 +69,20 @@ def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Te
 def generate(
     model: CausalModel,
     prompts: Sequence[Sequence[int]],
-    count: int | Sequence[int],
+    count: int,
     end: int,
     noise: Tensor | None,
     sampling: Sampling,
+    limits: Sequence[int] | None = None,
 ) -> Answers:
-    """Answers of at most `count` tokens, or of at most so many each (C: the most of them), up to the first token `end`.
-    `noise` is [B, C]; None: the likeliest.
+    """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C]; None: the likeliest.
+    `limits`: the most tokens of each, at most C; None: C.
 
     What a row says depends on its prompt and its noise, not on its neighbours, but for the rounding of matrix products.
     """
     device = model.network.device
     batch, size = len(prompts), min(sampling.rows, len(prompts))
-    limits = torch.tensor([count] * batch if isinstance(count, int) else count, device=device)
-    count = int(limits.max())
+    most = torch.tensor([count] * batch if limits is None else limits, device=device)
     tokens = torch.full((batch, count), end, dtype=torch.int64, device=device)
     log_prob = torch.zeros(batch, count, device=device)
     states = torch.zeros(batch, count, model.width, dtype=model.dtype, device=device)
@@ -103,7 +103,7 @@ def generate(
         chosen, scores = choose(model.logits(now), None if noise is None else noise[row, said], sampling)
         tokens[row, said], log_prob[row, said], states[row, said] = chosen, scores, now
         said = said + 1
-        goes_on = (chosen != end) & (said < limits[row])
+        goes_on = (chosen != end) & (said < most[row])
         if not bool(goes_on.all()):
             kept = _close_up(goes_on)
             cache.keep(kept)

@@ -184,7 +184,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
         asked = self._asked(inputs)
         noise = None if noise is None else checked_noise(noise, self.noise_dim)
         sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
-        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling)
+        limits = [self.spec.chunk if text else 1 for text in inputs.instruction]  # nothing is asked of one that rests
+        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling, limits)
         values = self._valued(answers.states)
         return Action(
             answers.tokens.float()[..., None],

@@ -112,10 +112,16 @@ def test_each_answer_may_have_a_limit_of_its_own(policy):
     asked, limits = [policy.prompts.tokens(text) for text in ASKED], (3, 12, 1, 5, 12)
     end = policy.prompts.end
     whole = generate(policy.model, asked, 12, end, noise(), Sampling(rows=2))
-    limited = generate(policy.model, asked, limits, end, noise(), Sampling(rows=2))
+    limited = generate(policy.model, asked, 12, end, noise(), Sampling(rows=2), limits)
     for row, limit in enumerate(limits):
         assert torch.equal(limited.tokens[row, :limit], whole.tokens[row, :limit])
         assert (limited.tokens[row, limit:] == end).all() and not limited.log_prob[row, limit:].any()
+
+
+def test_a_row_that_rests_costs_one_token(policy):
+    action = policy.act(replace(inputs(2), instruction=(ASKED[0], "")), noise(2))
+    assert torch.equal(action.chunk[0], policy.act(inputs(1), noise(1)).chunk[0])
+    assert (action.trace["tokens"][1, 1:] == policy.prompts.end).all() and not action.log_prob[1, 1:].any()
 
 
 def test_tokens_are_drawn_with_their_probabilities():
