@@ -120,7 +120,7 @@ def test_each_answer_may_have_a_limit_of_its_own(policy):
 
 def test_a_row_that_rests_costs_one_token(policy):
     action = policy.act(replace(inputs(2), instruction=(ASKED[0], "")), noise(2))
-    assert torch.equal(action.chunk[0], policy.act(inputs(1), noise(1)).chunk[0])
+    assert torch.equal(action.chunk[0], policy.act(inputs(1), noise(2)[:1]).chunk[0])
     assert (action.trace["tokens"][1, 1:] == policy.prompts.end).all() and not action.log_prob[1, 1:].any()
 
 
