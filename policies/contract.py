@@ -282,6 +282,13 @@ class Policy(nn.Module):
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
 
     @classmethod
+    def slots(cls, architecture: Mapping[str, Any]) -> int:
+        """Rows that `act` has under way together, where it makes a row's actions one after the other, is done with the
+        row after the last one that is executed, and begins with the next row at once (continuous batching). 0, the
+        default: all rows of a call take the same time."""
+        return 0
+
+    @classmethod
     def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
         """Questions that the named files leave open, and a wrong guess of which would fail silently: a sentence
         for each, with what was taken and the option that says otherwise. Quick: no tensor is read."""

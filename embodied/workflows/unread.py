@@ -54,12 +54,13 @@ READERS = (
         _estimators("group_relative"),
     ),
     Reader(
-        ("advantage.gamma", "advantage.lam", "advantage.normalise", "advantage.credit"),
+        ("advantage.gamma", "advantage.lam", "advantage.normalise"),
         "generalised advantages",
         _estimators("gae"),
     ),
+    Reader(("advantage.credit",), "credit of single decisions", _estimators("gae", "reinforce")),
     Reader(
-        ("advantage.outcome", "advantage.overlong_margin"),
+        ("advantage.outcome", "advantage.overlong_margin", "advantage.mask_truncated"),
         "outcome of an episode in its advantages",
         _estimators("group_relative", "reinforce"),
     ),
