@@ -251,7 +251,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     def _valued(self, states: Tensor) -> Tensor:
         """[..] the values of states [.., D]; the head has a precision of its own."""
-        return self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)
+        return self.value_head(states.to(next(self.value_head.parameters()).dtype)).squeeze(-1)
 
     def _placed(self, values: Tensor, said: Tensor) -> Tensor:
         """[B, C] the values [N] where the tokens are, 0 elsewhere."""
