@@ -461,10 +461,13 @@ class SFTConfig(Section):
     the upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
     insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
     """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
+    rows: Literal["steps", "decisions"] = "steps"
+    """Env steps of a demonstration that are learned from, as rows: `steps`, every one; `decisions`, those at which the
+    policy would decide: the first, and every policy.chunk-th after it."""
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
-    """Env steps whose action chunks are learned at once; optim.micro_batch divides it."""
+    """Rows whose action chunks are learned at once; optim.micro_batch divides it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -531,6 +534,9 @@ class EvalConfig(Section):
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
     each, and as many without. None: as the protocol says, or 100; under perturbations 50."""
+    attempts: Annotated[int, Field(ge=1)] = 1
+    """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
+    of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""
     init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
     """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
     protocol says, or from seeds alone."""
@@ -538,7 +544,8 @@ class EvalConfig(Section):
     """Episodes go on to the step limit, whether or not the task was solved before (ManiSkill's name): success at the
     end then differs from success once. False: success ends an episode."""
     greedy: bool | None = None
-    """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
+    """Take the policy's mode, or sample; None: as the protocol says, or else greedy, unless there are several
+    attempts."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
     """Instruction of the policy in place of each task's own: another wording, or another task's, to see
     whether it reads."""
