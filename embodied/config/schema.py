@@ -223,6 +223,11 @@ class EnvConfig(Section):
         return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
 
     @property
+    def tokenizer_folder(self) -> str | None:
+        """`tokenizer`; the project's own of that name (`assets/countdown_lm`) where the current folder has none."""
+        return None if self.tokenizer is None else _own_folder(self.tokenizer)
+
+    @property
     def perturbed_axes(self) -> tuple[str, ...]:
         return _names(self.randomise)
 
@@ -245,6 +250,11 @@ class FarmConfig(Section):
     """Groups of environments of each task: one is simulated while another is inferred."""
     pin: bool = True
     """Pin each physics and render worker to a CPU core of its own."""
+
+
+def _own_folder(name: str) -> str:
+    """The project's own folder of that relative name, where the current folder has none."""
+    return str(HERE / name) if not Path(name).exists() and (HERE / name).is_dir() else name
 
 
 class PolicyConfig(Section):
@@ -275,17 +285,18 @@ class PolicyConfig(Section):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative one that
-        the current folder does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
+        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder that
+        the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
         configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
-        named = self.options.get("checkpoint") if self.path is None else self.path
+        found = dict(self.options)
+        if isinstance(tokenizer := found.get("tokenizer"), str):
+            found["tokenizer"] = _own_folder(tokenizer)
+        named = found.get("checkpoint") if self.path is None else self.path
         if not isinstance(named, str):
-            return self.options
-        if not Path(named).exists() and (HERE / named).is_dir():
-            named = str(HERE / named)
-        elif self.path is not None:
-            named = str(checkpoint_folder(named, fetch=False))
-        return {**self.options, "checkpoint": named}
+            return found
+        own = _own_folder(named)
+        found["checkpoint"] = own if own != named or self.path is None else str(checkpoint_folder(named, fetch=False))
+        return found
 
 
 class RolloutConfig(Section):

@@ -225,22 +225,15 @@ class LanguagePolicy(lora.AdaptedPolicy):
         said = (tokens == self.prompts.end).cumsum(1).cumsum(1) <= 1  # the first end token belongs to the answer
         answers = [row[mask].tolist() for row, mask in zip(tokens, said, strict=True)]
         whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(asked, answers, strict=True)]
-        order, parts = list[int](), list[Tensor]()
+        parts: dict[int, Tensor] = {}
         for rows in _alike([len(row) for row in whole]):
             ids, lengths = padded([whole[row] for row in rows], self.model.network.device)
             positions = torch.arange(ids.shape[1], device=ids.device).expand(len(rows), -1)
             states = self.model.states(ids, causal(lengths, ids.shape[1]), positions)
-            # One gather: a slice for each row would make a gradient of the whole pass's size for each.
-            begins = torch.tensor([len(asked[row]) - 1 for row in rows], device=ids.device)[:, None]
-            parts.append(states[(positions >= begins) & (positions < lengths[:, None])])
-            order += rows
-        counts = torch.tensor([len(answers[row]) for row in order])
-        firsts = torch.empty_like(counts)
-        firsts[torch.tensor(order)] = counts.cumsum(0) - counts
-        index = torch.cat(
-            [torch.arange(first, first + len(answer)) for first, answer in zip(firsts.tolist(), answers, strict=True)]
-        )
-        return torch.cat(parts)[index.to(said.device)], said
+            for place, row in enumerate(rows):
+                first = len(asked[row]) - 1
+                parts[row] = states[place, first : first + len(answers[row])]
+        return torch.cat([parts[row] for row in range(len(whole))]), said
 
     def _placed(self, values: Tensor, said: Tensor) -> Tensor:
         """[B, C] the values [N] where the tokens are, 0 elsewhere."""
