@@ -224,7 +224,7 @@ class EnvConfig(Section):
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """`tokenizer`; the project's own of that name (`assets/countdown_lm`) where the current folder has none."""
+        """`tokenizer`; the project's own of that name (as in `policy.architecture`) where the current folder has none."""
         return None if self.tokenizer is None else _own_folder(self.tokenizer)
 
     @property
@@ -285,8 +285,8 @@ class PolicyConfig(Section):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder that
-        the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
+        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder
+        that the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
         configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
         found = dict(self.options)
         if isinstance(tokenizer := found.get("tokenizer"), str):
