@@ -92,7 +92,7 @@ def _iteration(config: Config, infos: list[TaskInfo]) -> dict[str, Any]:
     """Numbers of an iteration; of whole episodes the most that there can be."""
     optim = config.optim
     environments = sum(task.env.num_envs for task in tasks_of(config))
-    samples = environments * rounds_of(config, [info.max_episode_steps for info in infos])
+    samples = environments * rounds_of(config, infos)
     minibatch = min(optim.minibatch or samples, samples)
     return {
         "environments": environments,

@@ -32,14 +32,12 @@ def countdown(count: int, seed: int) -> Problem:
         target = _reached(rng, numbers)
         if target is not None:
             text = f"Make {target} from {', '.join(map(str, numbers))}."
-            return Problem(text, partial(verify, tuple(numbers), target))
+            return Problem(text, partial(verify, tuple(numbers), target), reply)
 
 
 def verify(numbers: tuple[int, ...], target: int, answer: str) -> float:
     """1.0 if the expression in the answer has the value `target` and takes each of the numbers at most once."""
-    tagged = ANSWER.findall(answer)
-    expression = (tagged[-1] if tagged else answer).strip(" ")
-    left, equals, right = expression.partition("=")
+    left, equals, right = _expression(answer).partition("=")
     if equals and right.strip(" ") != str(target):
         return 0.0
     try:
@@ -52,6 +50,21 @@ def verify(numbers: tuple[int, ...], target: int, answer: str) -> float:
             return 0.0
         available.remove(number)
     return float(value == target)
+
+
+def reply(answer: str) -> str:
+    """What a wrong answer is told: its value, where it has one."""
+    try:
+        value, _ = _Parser(_expression(answer).partition("=")[0]).parse()
+    except (_Wrong, ZeroDivisionError):
+        return "That is wrong. Again: "
+    return f"That is {value}. Again: "
+
+
+def _expression(answer: str) -> str:
+    """What counts of an answer."""
+    tagged = ANSWER.findall(answer)
+    return (tagged[-1] if tagged else answer).strip(" ")
 
 
 def _reached(rng: np.random.Generator, numbers: list[int]) -> int | None:
@@ -135,4 +148,8 @@ class _Parser:
 
 COUNTDOWN = {
     f"countdown_{count}": TextTask(partial(countdown, count), prompt_bytes=64, answer_tokens=64) for count in (3, 4)
+} | {
+    "countdown_3_two_tries": TextTask(
+        partial(countdown, 3), prompt_bytes=64, answer_tokens=64, turns=2, reply_tokens=32
+    )
 }
