@@ -151,6 +151,8 @@ class Policy(nn.Module):
     options_type: ClassVar[type[Any] | None] = None
     """Frozen dataclass of the options, which the constructor then takes as one object after the spec. None: they are
     its keyword arguments."""
+    blank_instruction: ClassVar[str] = "do nothing"
+    """Instruction of an observation without content, by which sizes are found before a run."""
     incidental: ClassVar[frozenset[str]] = frozenset()
     """Entries of the architecture, and `spec.NAME` of the spec, that no saved weight depends on: where things lie, how
     they are computed, and how actions are drawn from what was computed (with new weights, where that takes some)."""

@@ -97,7 +97,7 @@ def with_estimates(profile: Profile, config: Config, workflow: Workflow, cluster
     config = tasks_of(config)[0]
     info = InProcess().describe(task_spec(config))
     policy = make_policy(config, policy_spec(config, info), device="cpu")
-    inputs = blank_inputs(policy.spec, info, config.policy.reads)
+    inputs = blank_inputs(policy, info, config.policy.reads)
     instruction = inputs.instruction[0] if inputs.instruction else ""
     costs: Costs = costs_of(policy, instruction) or ExecutedCosts(policy, inputs)
     acting, learning = measured

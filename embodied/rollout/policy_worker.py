@@ -33,7 +33,7 @@ from embodied.trajectories.memory import (
 )
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
-from policies.contract import Action, Inputs, Policy, PolicySpec, PublishedWeights
+from policies.contract import Action, Inputs, Policy, PublishedWeights
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskInfo
@@ -84,7 +84,7 @@ class ActingPolicy(WeightsLoader):
         cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
         columns = sum(spec.num_envs for spec in self._tasks.specs)
         shape = MemoryShape(self._settings.rounds + 1, columns, cameras, longest_instruction(self._tasks.infos))
-        inputs = blank_inputs(self.policy.spec, self._tasks.infos[0], self._settings.reads)
+        inputs = blank_inputs(self.policy, self._tasks.infos[0], self._settings.reads)
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
     # --- weights
@@ -133,14 +133,14 @@ class ActingPolicy(WeightsLoader):
         self.policy.load_state_dict(dict(state), strict=False)
 
 
-def blank_inputs(spec: PolicySpec, info: TaskInfo, reads: Sequence[str]) -> Inputs:
-    """One observation of the task without content, as a policy of these sizes reads it."""
-    size = spec.image_size
+def blank_inputs(policy: Policy, info: TaskInfo, reads: Sequence[str]) -> Inputs:
+    """One observation of the task without content, as the policy reads it."""
+    size = policy.spec.image_size
     return Inputs(
         state=torch.zeros(1, info.state_dim) if "state" in reads else None,
         proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
-        frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in spec.cameras},
-        instruction=("do nothing",) if "instruction" in reads else (),
+        frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in policy.spec.cameras},
+        instruction=(policy.blank_instruction,) if "instruction" in reads else (),
         episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
     )
 

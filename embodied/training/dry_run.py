@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def _task(info: TaskInfo) -> dict[str, Any]:
 
 
 def _policy(config: Config, policy: Policy, info: TaskInfo) -> dict[str, Any]:
-    inputs = blank_inputs(policy.spec, info, config.policy.reads)
+    inputs = blank_inputs(policy, info, config.policy.reads)
     parts = {"state": inputs.state, "proprio": inputs.proprio, **inputs.frames}
     shapes = [f"{name} {['B', *tensor.shape[1:]]}" for name, tensor in parts.items() if tensor is not None]
     shapes += ["instruction [B texts]"] if inputs.instruction else []
@@ -106,12 +105,10 @@ def _iteration(config: Config, infos: list[TaskInfo]) -> dict[str, Any]:
 
 def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, int]:
     """Memory beside activations, which depend on the micro-batch."""
-    inputs = blank_inputs(policy.spec, infos[0], config.policy.reads)
+    inputs = blank_inputs(policy, infos[0], config.policy.reads)
     rounds = memory_rounds(config, 0, infos)
     columns = sum(task.env.num_envs for task in tasks_of(config))
     shape = MemoryShape(rounds + 1, columns, policy.spec.cameras, longest_instruction(infos))
-    if inputs.instruction:
-        inputs = replace(inputs, instruction=("",))  # as of an environment that rests: sizes alone are asked for
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(config, 0, infos), len(policy.spec.cameras), policy.spec.image_size)

@@ -99,6 +99,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     kind = "language"
     chooses = True
+    blank_instruction = ""  # as of an environment that rests: it is answered by one token
     pretrained = True
     options_type = LanguageOptions
     incidental: ClassVar[frozenset[str]] = frozenset(
