@@ -376,6 +376,12 @@ class LossConfig(Section):
     reference_kl_target: Annotated[float, Field(gt=0)] | None = None
     """Let that weight double where an update's divergence was above 1.5 times this, and halve where it was below two
     thirds of it; it begins as `reference_kl`."""
+    engine_weight_max: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight of a unit by the ratio of the learner's to the engine's probability, where a generation engine
+    writes the answers (truncated importance sampling)."""
+    engine_kl_max: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 0.1
+    """KL divergence of that engine from the learner at the same weights, in nats per action, above which the run
+    ends."""
 
 
 class OptimConfig(Section):

@@ -106,6 +106,12 @@ READERS = (
         "set eval.protocol to libero-plus or libero-pro",
     ),
     Reader(
+        ("loss.engine_weight_max", "loss.engine_kl_max"),
+        "generation engine",
+        lambda config, recipe: bool(config.policy.options.get("engine")),
+        "set policy.options.engine",
+    ),
+    Reader(
         ("plan.ahead", "plan.replan"),
         "plan that is searched for",
         lambda config, recipe: config.plan.mode != "configured" or config.plan.file is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from policies import lora
-from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
 from policies.files import ADAPTER_CONFIG, CONFIG, Shards
 from policies.kinds import check_folders
+from policies.language.engine_clients import PROBE, EngineServers, servers_of
+from policies.language.engines import Drawing
 from policies.language.generation import Sampling, generate
 from policies.language.model import ADAPTED, CausalModel, load_model, save_model
 from policies.language.packing import packed
@@ -49,6 +52,11 @@ class LanguageOptions:
     top_p: float = 1.0
     rows: int = 64
     """Answers that are written side by side; more wait until one of these has ended."""
+    engine: str = ""
+    """Engine that writes a training run's answers: `sglang` or `vllm`, and the addresses of its servers, separated by
+    spaces (`sglang http://127.0.0.1:30000`). Empty: the policy itself. Evaluations are always written by the policy."""
+    engine_timeout_s: float = 240.0
+    """Longest time that a batch of answers, or a weight sync, may take there."""
     lora_rank: int = 0
     """Rank of new adapters, which are then all of the network that is trained; 0: none."""
     lora_alpha: float = 0.0
@@ -67,6 +75,10 @@ class LanguageOptions:
             raise PolicyError(f"top_p is a share greater than 0, at most 1, got {self.top_p}")
         if self.rows < 1:
             raise PolicyError(f"rows must be at least 1, got {self.rows}")
+        if self.engine:
+            servers_of(self.engine)  # raises for another text
+        if self.engine_timeout_s <= 0:
+            raise PolicyError(f"engine_timeout_s must be greater than 0, got {self.engine_timeout_s}")
         if self.lora_rank < 0 or (self.lora_rank and self.adapter):
             raise PolicyError(f"give lora_rank for a new adapter or adapter for a saved one, got {self.lora_rank}")
         if "{}" not in self.prompt:
@@ -96,6 +108,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
             "temperature",
             "top_p",
             "rows",
+            "engine",
+            "engine_timeout_s",
             "gradient_checkpointing",
             "spec.chunk",
             "spec.horizon",
@@ -111,6 +125,10 @@ class LanguagePolicy(lora.AdaptedPolicy):
             folder = architecture.get(name)
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+
+    @classmethod
+    def slots(cls, architecture: Mapping[str, Any]) -> int:
+        return int(architecture.get("rows", LanguageOptions.rows))
 
     @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
@@ -166,7 +184,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
         asked = self._asked(inputs)
         noise = None if noise is None else checked_noise(noise, self.noise_dim)
         sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
-        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling)
+        limits = [self.spec.chunk if text else 1 for text in inputs.instruction]  # nothing is asked of one that rests
+        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling, limits)
         values = self._valued(answers.states)
         return Action(
             answers.tokens.float()[..., None],
@@ -174,6 +193,48 @@ class LanguagePolicy(lora.AdaptedPolicy):
             values if self.options.value_per_action else values[:, 0],
             {"tokens": answers.tokens},
         )
+
+    @classmethod
+    def asks_engine(cls, architecture: Mapping[str, Any]) -> bool:
+        return bool(architecture.get("engine"))
+
+    def publish(self, weights: PublishedWeights) -> None:
+        new = weights.folder.with_name(f"{weights.folder.name}.part")
+        for left in (new, weights.folder):
+            shutil.rmtree(left, ignore_errors=True)
+        self.export(new)
+        new.rename(weights.folder)
+        self._engine.update_weights(weights.folder, str(weights.folder))
+        for other in weights.folder.parent.iterdir():
+            if other.is_dir() and other != weights.folder:
+                shutil.rmtree(other)
+
+    @torch.no_grad()
+    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
+        asked, device, options = self._asked(inputs), self.model.network.device, self.options
+        drawing = Drawing(self.spec.chunk, self.prompts.end, options.temperature, options.top_p)
+        answers = self._engine.generate(asked, 1, drawing, str(weights.folder), weights.folder)
+        tokens = torch.full((len(asked), self.spec.chunk), self.prompts.end, device=device)
+        log_prob = torch.zeros(len(asked), self.spec.chunk, device=device)
+        for row, answer in enumerate(answers):
+            tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, device=device)
+            log_prob[row, : len(answer.tokens)] = torch.tensor(answer.log_prob, device=device)
+        values = torch.zeros_like(log_prob)
+        if any(bool(parameter.any()) for parameter in self.value_head.parameters()):  # else all values are 0
+            states, said = self._taught(asked, tokens)
+            values = self._placed(self._valued(states), said)
+        return Action(
+            tokens.float()[..., None],
+            log_prob[..., None],
+            values if options.value_per_action else values[:, 0],
+            {"tokens": tokens},
+        )
+
+    @property
+    def _engine(self) -> EngineServers:
+        """What the options name."""
+        probe, timeout_s = self.prompts.encode(PROBE), self.options.engine_timeout_s
+        return EngineServers.of(self.options.engine, timeout_s, probe, self.prompts.size)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         states, said = self._taught(self._asked(inputs), trace["tokens"])
