@@ -222,7 +222,7 @@ def updated(
 @pytest.mark.parametrize(
     ("name", "micro_batch"),
     often(
-        [(name, 3) for name in ALGORITHMS] + [("ppo by token", None), ("dapo", 1)],
+        [("ppo by token", None), ("grpo with a reference", 3), ("dapo", 1), ("reinforce++", 3)],
         [(name, size) for name in ALGORITHMS for size in (None, 1, 3)],
     ),
 )
@@ -237,7 +237,7 @@ def padded_lines(lengths: Sequence[int]) -> list[list[int]]:
     return [[row] for row in range(len(lengths))]
 
 
-@pytest.mark.parametrize("name", often(["ppo by token", "dapo"], ALGORITHMS))
+@pytest.mark.parametrize("name", often(["dapo"], ALGORITHMS))
 def test_padding_changes_nothing(name: str, folder: Path, written: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Each answer in a line of its own, padded to the longest."""
     monkeypatch.setattr(packing, "shared_lines", padded_lines)
