@@ -250,6 +250,8 @@ class EngineServers:
     ) -> list[Completion]:
         """`Engine.generate`. `folder`: of the weights, for a server that has others: one that was started again. Raises
         `PolicyError` where a server keeps to others, or answers what cannot be, and after `timeout_s`."""
+        if not prompts:
+            return []
         deadline, count = time.monotonic() + self.timeout_s, len(self.servers)
         parts = [list(range(first, len(prompts), count)) for first in range(min(count, len(prompts)))]
 

@@ -215,10 +215,12 @@ class LanguagePolicy(lora.AdaptedPolicy):
     def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
         asked, device, options = self._asked(inputs), self.model.network.device, self.options
         drawing = Drawing(self.spec.chunk, self.prompts.end, options.temperature, options.top_p)
-        answers = self._engine.generate(asked, 1, drawing, str(weights.folder), weights.folder)
+        rows = [row for row, text in enumerate(inputs.instruction) if text]  # nothing is asked of one that rests
+        version = str(weights.folder)
+        answers = self._engine.generate([asked[row] for row in rows], 1, drawing, version, weights.folder)
         tokens = torch.full((len(asked), self.spec.chunk), self.prompts.end, device=device)
         log_prob = torch.zeros(len(asked), self.spec.chunk, device=device)
-        for row, answer in enumerate(answers):
+        for row, answer in zip(rows, answers, strict=True):
             tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, device=device)
             log_prob[row, : len(answer.tokens)] = torch.tensor(answer.log_prob, device=device)
         values = torch.zeros_like(log_prob)

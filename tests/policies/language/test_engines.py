@@ -277,6 +277,8 @@ def test_what_an_engine_drew_is_scored_as_it_says(dialect: str, folders: list[Pa
         weights.folder.parent.mkdir()
         policy.publish(weights)
         action = policy.sample(ASKED, weights)
+        resting = policy.sample(replace(ASKED, instruction=("", ASKED.instruction[1], "")), weights)
+    assert (resting.trace["tokens"][[0, 2]] == policy.prompts.end).all() and resting.log_prob[1].any()
     found = policy.evaluate(ASKED, action.trace)
     said = found.log_prob != 0
     assert torch.allclose(action.log_prob, found.log_prob, atol=1e-4)
