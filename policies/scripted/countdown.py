@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from functools import cache
+from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, P
 from policies.language.prompts import Prompts
 
 PROBLEM = re.compile(r"Make (?P<target>[0-9]+) from (?P<numbers>[0-9, ]+)\.", re.ASCII)
+MOST_KNOWN = 2000
+"""Sets of numbers whose expressions are kept: three numbers from 1 to 20 make 1,540."""
 
 
 class CountdownSolver(Policy):
-    """Says an expression with the target's value, drawn from all that there are. Reads `instruction`.
+    """Says an expression of all the numbers with the target's value, drawn from all that there are. Reads `instruction`.
 
     The tokens are those of the tokenizer in the directory `tokenizer`. Without noise the first expression is said. An
     instruction that is no countdown is answered by nothing. Every log-prob and value is zero: there is nothing to
@@ -49,9 +51,7 @@ class CountdownSolver(Policy):
         uniform = torch.zeros(len(inputs.instruction)) if noise is None else torch.special.ndtr(noise[:, 0].double())
         tokens = torch.full((len(inputs.instruction), self.spec.chunk), float(self._prompts.end))
         for row, (text, share) in enumerate(zip(inputs.instruction, uniform.tolist(), strict=True)):
-            found = self._solutions(text)
-            said = self._prompts.tokens(found[min(int(share * len(found)), len(found) - 1)]) if found else []
-            said = said[: self.spec.chunk]
+            said = self._prompts.tokens(_answer(text, share))[: self.spec.chunk]
             tokens[row, : len(said)] = torch.tensor(said, dtype=torch.float32)
         chunk = tokens[..., None]
         return Action(chunk, torch.zeros_like(chunk), torch.zeros(len(chunk)), {"action": chunk})
@@ -66,18 +66,34 @@ class CountdownSolver(Policy):
     def architecture(self) -> dict[str, Any]:
         return {"tokenizer": self._tokenizer}
 
-    def _solutions(self, instruction: str) -> tuple[str, ...]:
-        found = PROBLEM.fullmatch(instruction)
-        if found is None:
-            return ()
-        return solutions(int(found["target"]), tuple(sorted(map(int, found["numbers"].split(",")))))
+
+def _answer(instruction: str, share: float) -> str:
+    """An expression and its value; `share`, from 0 to 1, says which one."""
+    found = PROBLEM.fullmatch(instruction)
+    if found is None:
+        return ""
+    target, numbers = found["target"], tuple(sorted(map(int, found["numbers"].split(","))))
+    right = solutions(int(target), numbers)
+    return f"{right[min(int(share * len(right)), len(right) - 1)]}={target}" if right else ""
 
 
-@cache
 def solutions(target: int, numbers: tuple[int, ...]) -> tuple[str, ...]:
-    """Expressions of all the numbers with this value, in the order of their texts."""
-    return tuple(sorted({_plain(text) for text, value in _expressions([(str(n), Fraction(n)) for n in numbers])
-                         if value == target}))  # fmt: skip
+    """Expressions of all the numbers with this value, in the order of their texts.
+
+    Of two that differ by the order of a sum's or a product's parts there is the one that says the larger part first:
+    one way to say a thing is learned sooner than all of them.
+    """
+    return _solved(numbers).get(target, ())
+
+
+@lru_cache(MOST_KNOWN)
+def _solved(numbers: tuple[int, ...]) -> Mapping[int, tuple[str, ...]]:
+    """Every whole value of an expression of all the numbers, with these expressions."""
+    found: dict[int, set[str]] = {}
+    for text, value in _expressions([(str(number), Fraction(number)) for number in numbers]):
+        if value.denominator == 1:
+            found.setdefault(int(value), set()).add(_plain(text))
+    return {value: tuple(sorted(texts)) for value, texts in found.items()}
 
 
 def _expressions(parts: list[tuple[str, Fraction]]) -> Iterator[tuple[str, Fraction]]:
@@ -92,10 +108,10 @@ def _expressions(parts: list[tuple[str, Fraction]]) -> Iterator[tuple[str, Fract
 
 
 def _joined(one: tuple[str, Fraction], two: tuple[str, Fraction]) -> Iterator[tuple[str, Fraction]]:
-    (a, x), (b, y) = one, two
+    (a, x), (b, y) = sorted((one, two), key=lambda part: (-part[1], part[0]))
     yield f"({a}+{b})", x + y
     yield f"({a}*{b})", x * y
-    for (left, first), (right, second) in ((one, two), (two, one)):
+    for left, first, right, second in {(a, x, b, y), (b, y, a, x)}:
         yield f"({left}-{right})", first - second
         if second:
             yield f"({left}/{right})", first / second
