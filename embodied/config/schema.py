@@ -285,8 +285,8 @@ class PolicyConfig(Section):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder that
-        the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
+        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder
+        that the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
         configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
         found = dict(self.options)
         if isinstance(tokenizer := found.get("tokenizer"), str):
@@ -325,8 +325,9 @@ class AdvantageConfig(Section):
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the generalised advantage."""
     credit: Literal["chunk", "action"] = "chunk"
-    """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions, which takes a policy
-    with a value for each and a loss.ratio_unit of no more than an action."""
+    """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions, which takes a
+    loss.ratio_unit of no more than an action and, with a critic, a policy with a value for each. The divergence of
+    `reward_kl` is then that of each action (reinforce)."""
     bootstrap: Literal["truncated", "always"] = "truncated"
     """`always` also bootstraps the value where the task itself ended the episode."""
     normalise: Literal["task", "run", "none"] = "task"
@@ -343,6 +344,9 @@ class AdvantageConfig(Section):
     overlong_margin: Annotated[int, Field(ge=1)] | None = None
     """Env steps before an episode's limit (env.max_episode_steps) over which its outcome falls by up to 1 (DAPO's soft
     overlong punishment); None: length does not count."""
+    mask_truncated: bool = False
+    """Learn nothing from episodes that were cut off at their limit: their outcomes count in their episode groups, and
+    they carry no gradient (the alternative to `overlong_margin`)."""
     baseline: Literal["none", "group"] = "none"
     """Baseline that is subtracted from an episode's outcome (reinforce): none, or its episode group's mean."""
     reward_kl: Annotated[float, Field(ge=0)] = 0.0
@@ -383,6 +387,12 @@ class LossConfig(Section):
     reference_kl_target: Annotated[float, Field(gt=0)] | None = None
     """Let that weight double where an update's divergence was above 1.5 times this, and halve where it was below two
     thirds of it; it begins as `reference_kl`."""
+    engine_weight_max: Annotated[float, Field(ge=1)] = 2.0
+    """Largest weight of a unit by the ratio of the learner's to the engine's probability, where a generation engine
+    writes the answers (truncated importance sampling)."""
+    engine_kl_max: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 0.1
+    """KL divergence of that engine from the learner at the same weights, in nats per action, above which the run
+    ends."""
 
 
 class OptimConfig(Section):

@@ -22,8 +22,9 @@ MOST_KNOWN = 2000
 
 
 class CountdownSolver(Policy):
-    """Says an expression of all the numbers with the target's value, drawn from all that there are. Reads `instruction`.
+    """Says an expression of all the numbers with the target's value, drawn from all that there are, and this value.
 
+    Reads `instruction`.
     The tokens are those of the tokenizer in the directory `tokenizer`. Without noise the first expression is said. An
     instruction that is no countdown is answered by nothing. Every log-prob and value is zero: there is nothing to
     train.

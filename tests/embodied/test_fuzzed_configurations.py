@@ -25,7 +25,7 @@ from embodied.planning.run_plans import checked_profile, sized_workflow
 from schedulers import PlanError
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 from tests.schedulers.instances import random_problem
 
 MEASURED = Path(__file__).parents[1] / "fuzzing/measured/profile.json"
@@ -50,17 +50,12 @@ def writes(file: Path, originals: tuple[Any, ...]) -> Callable[[Random], Path]:
     return damaged
 
 
-def many(few: int) -> pytest.MarkDecorator:
-    cases = [range(few), pytest.param(range(10_000), marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("cases", cases, ids=["few", "all"])
-
-
-@many(37)
+@few_or_many(37)
 def test_damaged_configurations(cases: range, tmp_path: Path) -> None:
     holds(cases, writes(tmp_path / "mine.yaml", texts(CONFIGS)), _config, (UserError,))
 
 
-@many(12)
+@few_or_many(12)
 def test_damaged_configurations_of_runs(cases: range, tmp_path: Path) -> None:
     """As a run saves it, every key written out."""
     (tmp_path / "checkpoints").mkdir()
@@ -105,7 +100,7 @@ def test_what_may_be_infinite_is_saved_so(tmp_path: Path) -> None:
     assert load_config(str(tmp_path / "saved.yaml")).optim.max_grad_norm == float("inf") == config.optim.max_grad_norm
 
 
-@many(20)
+@few_or_many(20)
 def test_damaged_clusters(cases: range, tmp_path: Path) -> None:
     workflow, profile, _ = random_problem(0, pools=2)
 
@@ -117,7 +112,7 @@ def test_damaged_clusters(cases: range, tmp_path: Path) -> None:
     holds(cases, writes(tmp_path / "cluster.yaml", CLUSTERS), read, (UserError, PlanError))
 
 
-@many(15)
+@few_or_many(15, 10_000)
 def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> None:
     """A profile's fingerprint holds the configuration that it was measured with, as text."""
     whole = load_config("reach").model_dump(mode="json")
@@ -137,7 +132,7 @@ def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> No
     holds(cases, damaged, lambda path: checked_profile(path, config, workflow, True), (UserError, PlanError))
 
 
-@many(10)
+@few_or_many(10, 10_000)
 def test_damaged_success_classifiers(cases: range, tmp_path: Path) -> None:
     assets = Damaged(HERE / "assets/reach_success", tmp_path / "classifier")
     holds(cases, assets, SuccessClassifier.load, (UserError,))

@@ -15,7 +15,7 @@ from embodied.evaluation.protocol import protocol_of
 from embodied.rollout.evaluator import EpisodeResult
 from tests.embodied.reporting.test_fuzzed_runs import as_lines
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 
 TRIALS = 3
 
@@ -38,7 +38,7 @@ def read(path: Path) -> None:
     folder.left(folder.identity.protocol.tasks[0])
 
 
-@pytest.mark.parametrize("cases", [range(50), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(50, 10_000)
 def test_damaged_evaluations(cases: range, tmp_path: Path) -> None:
     whole = write_folder(tmp_path / "whole")
     read(whole)

@@ -6,6 +6,7 @@ No other error, no hang, no message that cannot be printed or read.
 from __future__ import annotations
 
 import signal
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 
+import pytest
+
 LONGEST_S = 60
 """Of one case, before it counts as a hang: they take milliseconds, and a machine may be busy."""
 MANY = 50
@@ -22,6 +25,15 @@ MANY = 50
 LONGEST_MESSAGE = 4000
 """Characters."""
 ROOT = Path(__file__).parents[2]
+
+
+def few_or_many(few: int, many: int = 1_000) -> pytest.MarkDecorator:
+    """Parametrises a test by `cases`, the seeds of its damaged files: a few by default, and many if slow tests run.
+
+    Ten thousand are for readers whose case takes a few milliseconds. A policy that is built for each takes 0.1 s.
+    """
+    slow = (pytest.mark.slow, pytest.mark.timeout(3600))
+    return pytest.mark.parametrize("cases", [range(few), pytest.param(range(many), marks=slow)], ids=["few", "many"])
 
 
 class Hangs(BaseException):
@@ -75,7 +87,7 @@ def tally(
                 found.breaks(wrong, seed, str(error))
             else:
                 found.refused += 1
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, pytest.fail.Exception):  # the latter is pytest's timeout
             raise
         except BaseException as error:  # a hang, and a panic of a library in Rust, are no `Exception`
             found.breaks(_described(error), seed, str(error))
@@ -97,9 +109,13 @@ def holds(
 
 @contextmanager
 def _alarm() -> Iterator[None]:
+    """Raises `Hangs` in a case that takes too long. The process has one alarm: what is left of the test's timeout goes
+    on after the case."""
+
     def ring(_signal: int, _frame: FrameType | None) -> None:
         raise Hangs(f"took more than {LONGEST_S} s")
 
+    left_s, begin = signal.setitimer(signal.ITIMER_REAL, 0)[0], time.monotonic()
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, LONGEST_S)
     try:
@@ -107,6 +123,8 @@ def _alarm() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(left_s - (time.monotonic() - begin), 1e-6))
 
 
 def _unreadable(message: str, path: Path) -> str | None:

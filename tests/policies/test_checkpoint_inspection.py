@@ -12,7 +12,7 @@ import pytest
 from policies.checkpoint_inspection import inspect_checkpoint
 from policies.contract import PolicyError
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 
 GOLDEN = Path("tests/golden")
 
@@ -81,7 +81,7 @@ def shown(folder: Path) -> None:
     json.dumps(asdict(inspect_checkpoint(folder)))
 
 
-@pytest.mark.parametrize("cases", [range(10), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(10, 10_000)
 @pytest.mark.parametrize("name", ["openvla_oft/checkpoint", "pi05/checkpoint_lerobot", "pi0/checkpoint"])
 def test_damaged_checkpoints(name: str, cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(GOLDEN / name, tmp_path / "damaged"), shown, (PolicyError,))

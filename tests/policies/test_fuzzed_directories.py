@@ -18,7 +18,7 @@ from policies.pi0.normalisation import read_lerobot
 from policies.registry import check, policy_class
 from policies.scripted.replay import save_recording
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 from tests.policies.openvla.cases import CHUNK, OFT, ONE_ACTION, OPENVLA, random_inputs
 from tests.policies.pi0.cases import GOLDEN, SPEC
 from tests.policies.pi0.test_pi0_adapters import described, peft_adapter
@@ -50,13 +50,8 @@ PUBLISHED: dict[str, Case] = {
 }  # fmt: skip
 
 
-def many(few: int) -> pytest.MarkDecorator:
-    cases = [range(few), pytest.param(range(10_000), marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("cases", cases, ids=["few", "all"])
-
-
 @pytest.mark.parametrize("case", SAVED)
-@many(4)
+@few_or_many(4)
 def test_damaged_policies(case: str, cases: range, tmp_path: Path) -> None:
     kind, spec, options = SAVED[case]
     policies.save(policies.build(kind, spec, seed=0, **options), tmp_path / "whole")
@@ -66,7 +61,7 @@ def test_damaged_policies(case: str, cases: range, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-@many(4)
+@few_or_many(4)
 def test_damaged_checkpoints_of_others(case: str, cases: range, tmp_path: Path) -> None:
     kind, spec, options = PUBLISHED[case]
 
@@ -78,7 +73,7 @@ def test_damaged_checkpoints_of_others(case: str, cases: range, tmp_path: Path) 
     holds(cases, Damaged(Path(options["checkpoint"]), tmp_path / "checkpoint"), read, (PolicyError,))
 
 
-@many(15)
+@few_or_many(15, 10_000)
 @pytest.mark.parametrize("family", ["pi0", "pi05"])
 def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
     """LeRobot's, with relative actions and mixed modes: what is said before a tensor is read, and the units."""
@@ -99,7 +94,7 @@ def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(whole, tmp_path / "checkpoint"), read, (PolicyError,))
 
 
-@many(4)
+@few_or_many(4)
 def test_damaged_adapters_of_others(cases: range, tmp_path: Path) -> None:
     base = GOLDEN / "pi05" / "checkpoint_lerobot"
     peft_adapter(base, tmp_path / "whole")
@@ -113,7 +108,7 @@ def test_damaged_adapters_of_others(cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(tmp_path / "whole", tmp_path / "adapter"), read, (PolicyError,))
 
 
-@many(10)
+@few_or_many(10, 10_000)
 def test_damaged_recordings(cases: range, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     actions = [np.full((length, 3), length, np.float32) for length in (2, 5)]

@@ -24,7 +24,7 @@ from policies.files import CONFIG, Shards, read_tensors
 from policies.sharded import Conversion, convert, recognises
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 from tests.policies.openvla.cases import ONE_ACTION
 from tests.policies.openvla.tiny import write_tiny
 from tests.policies.pi0.cases import GOLDEN, SPEC
@@ -363,7 +363,7 @@ def test_shards_in_the_place_of_a_checkpoint_name_the_import(verl, kind) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", [range(4), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(4)
 @pytest.mark.parametrize("how", ["fsdp2", "local", "full/model_state_dict"])
 def test_damaged_shards(left, tmp_path, how, cases) -> None:
     whole = Path(shutil.copytree(left / "pi0" / how, tmp_path / "whole"))

@@ -25,7 +25,7 @@ from schedulers import (
     validate,
 )
 from tests.fuzzing import mutation
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 from tests.schedulers.instances import random_problem
 
 MEASURED = Path(__file__).parents[1] / "fuzzing/measured"
@@ -81,7 +81,7 @@ def used(kind: type, value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Workflow, Profile, Cluster, Plan])
-@pytest.mark.parametrize("cases", [range(15), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(15)
 def test_damaged_files(kind: Any, cases: range, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics
+from sim_farm.workers.physics_worker import replayed
 
 TOKENIZER = str(Path(__file__).parents[2] / "assets" / "countdown_lm")
 SPEC = TaskSpec("text/countdown_3", tokenizer=TOKENIZER)
+TWO_TRIES = TaskSpec("text/countdown_3_two_tries", tokenizer=TOKENIZER)
 END = answer_tokenizer(TOKENIZER).end
 
 
@@ -33,9 +36,10 @@ def tokens(text: str) -> np.ndarray:
     return np.array([*ids, END], np.float32)[:, None]
 
 
+@pytest.mark.parametrize("spec", [SPEC, TWO_TRIES], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("law", PHYSICS_LAWS, ids=lambda law: law.__name__)
-def test_physics_obeys(law):
-    law(SPEC)
+def test_physics_obeys(law, spec: TaskSpec):
+    law(spec)
 
 
 def test_the_end_token_ends_the_episode_and_the_verifier_scores_what_is_before_it():
@@ -54,6 +58,48 @@ def test_an_answer_that_is_cut_off_is_worth_nothing():
     physics.reset(EpisodeSpec(3))
     result = physics.step(tokens("11+5-5")[:4])
     assert result.truncated[-1] and not result.terminated.any() and not result.reward.any()
+
+
+def said(state: np.ndarray) -> str:
+    """The text of a state, with its special tokens."""
+    from tokenizers import Tokenizer
+
+    ids = [int(token) for token in state if token >= 0]
+    return Tokenizer.from_file(f"{TOKENIZER}/tokenizer.json").decode(ids, skip_special_tokens=False)
+
+
+def test_a_wrong_answer_is_replied_to_and_tried_again():
+    physics = make_physics(TWO_TRIES)
+    physics.reset(EpisodeSpec(3))
+    first = physics.step(np.concatenate([tokens("17-5"), tokens("11")]))
+    assert first.steps == len(tokens("17-5")) and not first.ended and not first.reward.any()
+    assert said(first.state) == "17-5<end>That is 12. Again: ", "the next prompt has the first turn"
+    second = physics.step(tokens("11"))
+    assert second.terminated[-1] and second.reward.tolist() == [0, 1] and second.success[-1]
+    physics.reset(EpisodeSpec(3))
+    assert said(physics.step(tokens("+")).state) == "+<end>That is wrong. Again: "
+    last = physics.step(tokens("5"))
+    assert last.terminated[-1] and not last.success.any() and last.steps == 2
+
+
+def test_turns_share_the_limit_of_an_episode():
+    physics = make_physics(replace(TWO_TRIES, max_episode_steps=5))
+    physics.reset(EpisodeSpec(3))
+    assert physics.step(tokens("17-5")[:3]).steps == 3
+    assert not physics.step(tokens("")).ended
+    cut_off = physics.step(tokens("11"))
+    assert cut_off.truncated[-1] and cut_off.steps == 1 and not cut_off.reward.any()
+
+
+def test_an_episode_of_turns_is_replayed_to_where_it_was():
+    one, other = make_physics(TWO_TRIES), make_physics(TWO_TRIES)
+    parts = [tokens("17-5"), tokens("5+17")[:2]]
+    for physics in (one, other):
+        physics.reset(EpisodeSpec(3))
+    expected = [one.step(part) for part in parts][-1]
+    found = replayed(other, np.concatenate(parts))
+    assert np.array_equal(found.state, expected.state) and found.instruction == expected.instruction
+    assert one.step(tokens("")).ended and other.step(tokens("")).ended
 
 
 @pytest.mark.parametrize(
@@ -239,6 +285,7 @@ def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_pa
         (TaskSpec("text/countdown_3"), "set env.tokenizer to the folder"),
         (TaskSpec("text/countdown_3", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (TaskSpec("text/countdown_3", tokenizer=TOKENIZER, cameras=1), "is text and has no cameras"),
+        (replace(SPEC, max_episode_steps=0), "max_episode_steps"),
         (TaskSpec("text/countdown_9", tokenizer=TOKENIZER), "did you mean text/countdown_"),
         (TaskSpec("tabletop/reach", tokenizer=TOKENIZER), "tabletop/reach is not answered in tokens"),
     ],
@@ -254,6 +301,7 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
         ("", {}, "has no problems"),
         ('{"prompt": "x"}\n', {}, "row 1: no column 'answer'; it has prompt"),
         ("{", {}, "cannot be read"),
+        ('{"prompt": "x", "answer": "1"}\n', {"answer_tokens": 0}, "answer_tokens of a text task is at least 1, got 0"),
         ('{"prompt": "x", "answer": "1"}\n', {"verifier": "exactly"}, "a verifier is exact, math, or a function"),
     ],
 )

@@ -39,7 +39,7 @@ def countdown(count: int, unseen: bool, seed: int) -> Problem:
         held_out = zlib.crc32(f"{target} {sorted(numbers)}".encode()) % HELD_OUT == 0
         if held_out == unseen:
             text = f"Make {target} from {', '.join(map(str, numbers))}."
-            return Problem(text, partial(verify, tuple(numbers), target))
+            return Problem(text, partial(verify, tuple(numbers), target), reply)
 
 
 def mismatched(count: int, seed: int) -> Problem:
@@ -50,9 +50,7 @@ def mismatched(count: int, seed: int) -> Problem:
 
 def verify(numbers: tuple[int, ...], target: int, answer: str) -> float:
     """1.0 if the expression in the answer has the value `target` and takes each of the numbers at most once."""
-    tagged = ANSWER.findall(answer)
-    expression = (tagged[-1] if tagged else answer).strip(" ")
-    left, equals, right = expression.partition("=")
+    left, equals, right = _expression(answer).partition("=")
     if equals and right.strip(" ") != str(target):
         return 0.0
     try:
@@ -65,6 +63,21 @@ def verify(numbers: tuple[int, ...], target: int, answer: str) -> float:
             return 0.0
         available.remove(number)
     return float(value == target)
+
+
+def reply(answer: str) -> str:
+    """What a wrong answer is told: its value, where it has one."""
+    try:
+        value, _ = _Parser(_expression(answer).partition("=")[0]).parse()
+    except (_Wrong, ZeroDivisionError):
+        return "That is wrong. Again: "
+    return f"That is {value}. Again: "
+
+
+def _expression(answer: str) -> str:
+    """What counts of an answer."""
+    tagged = ANSWER.findall(answer)
+    return (tagged[-1] if tagged else answer).strip(" ")
 
 
 def _reached(rng: np.random.Generator, numbers: list[int]) -> int | None:
@@ -153,6 +166,10 @@ COUNTDOWN = {
         ("", partial(countdown, count, False)),
         ("_unseen", partial(countdown, count, True)),
         ("_mismatched", partial(mismatched, count)),
+    )
+} | {
+    "countdown_3_two_tries": TextTask(
+        partial(countdown, 3, False), prompt_bytes=64, answer_tokens=64, turns=2, reply_tokens=32
     )
 }
 """`_unseen`: the held-out problems; `_mismatched`: these, each judged as another."""

@@ -22,12 +22,7 @@ from tests.embodied.demonstrations.examples import FOREIGN, PUSH
 from tests.embodied.demonstrations.foreign import LEROBOT
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
-
-
-def many(few: int) -> pytest.MarkDecorator:
-    cases = [range(few), pytest.param(range(10_000), marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("cases", cases, ids=["few", "all"])
+from tests.fuzzing.law import few_or_many, holds
 
 
 def as_parquet(rng: Random, original: bytes) -> bytes:
@@ -75,13 +70,13 @@ def read_all(folder: Path, rename: Mapping[str, str] = {}) -> Any:
         dataset.batch(range(len(dataset)), 3).inputs()
 
 
-@many(15)
+@few_or_many(15)
 def test_damaged_datasets_of_others(cases: range, tmp_path: Path) -> None:
     damaged = Damaged(FOREIGN, tmp_path / "data", {".parquet": as_parquet})
     holds(cases, damaged, read_all, (DatasetError,))
 
 
-@many(6)
+@few_or_many(6)
 @pytest.mark.parametrize("name", ["v21", "v20", "openpi_libero_v20", "merged"])
 def test_damaged_datasets_of_lerobots_other_versions_and_tools(name: str, cases: range, tmp_path: Path) -> None:
     damaged = Damaged(LEROBOT / name, tmp_path / "data", {".parquet": as_parquet, ".jsonl": as_lines})
@@ -89,7 +84,7 @@ def test_damaged_datasets_of_lerobots_other_versions_and_tools(name: str, cases:
     holds(cases, damaged, partial(read_all, rename=rename), (DatasetError,))
 
 
-@many(15)
+@few_or_many(15)
 def test_damaged_datasets_of_ours(cases: range, written: Dataset, tmp_path: Path) -> None:
     whole = shutil.copytree(written.folder, tmp_path / "whole")
     (whole / "meta/embodied.json").write_text(json.dumps({"task": asdict(PUSH), "policy": "random"}))

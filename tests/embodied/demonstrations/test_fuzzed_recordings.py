@@ -10,21 +10,15 @@ from random import Random
 
 import h5py
 import numpy as np
-import pytest
 
 from embodied.demonstrations.importing.formats import recognised
 from embodied.demonstrations.importing.hdf5 import kind_of, open_recording
 from embodied.errors import UserError
 from sim_farm.contract import FarmError
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 
 RECORDINGS = Path(__file__).parent / "recordings"
-
-
-def many(few: int) -> pytest.MarkDecorator:
-    cases = [range(few), pytest.param(range(10_000), marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("cases", cases, ids=["few", "all"])
 
 
 def as_hdf5(rng: Random, original: bytes) -> bytes:
@@ -75,7 +69,7 @@ def read_all(folder: Path) -> None:
                 assert np.isfinite(recording.actions).all()
 
 
-@many(15)
+@few_or_many(15)
 def test_damaged_recordings_of_maniskill(cases: range, tmp_path: Path) -> None:
     source = tmp_path / "whole"
     source.mkdir()
@@ -84,7 +78,7 @@ def test_damaged_recordings_of_maniskill(cases: range, tmp_path: Path) -> None:
     holds(cases, Damaged(source, tmp_path / "data", {".h5": as_hdf5}), read_all, (UserError, FarmError))
 
 
-@many(7)
+@few_or_many(7)
 def test_damaged_recordings_of_libero(cases: range, tmp_path: Path) -> None:
     source = tmp_path / "whole"
     source.mkdir()

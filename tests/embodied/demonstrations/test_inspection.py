@@ -41,7 +41,7 @@ from tests.embodied.demonstrations.examples import FOREIGN, write
 from tests.embodied.demonstrations.test_fuzzed_datasets import as_parquet
 from tests.embodied.expert import record_reach
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 
 EPISODES = 8
 SETTINGS: dict[str, Any] = {
@@ -527,7 +527,7 @@ def test_weights_say_how_often_a_dataset_is_drawn(ours: Path, reach: Environment
         read_demonstrations(config_of(ours, ours, episodes=["0-1", "2-7"], weights=[3]), reach.info)
 
 
-@pytest.mark.parametrize("cases", [range(10), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(10)
 def test_damaged_datasets(cases: range, tmp_path: Path) -> None:
     def looked_at(folder: Path) -> None:
         sources = open_sources(SFTConfig(data=(folder,)), 0)

@@ -24,10 +24,9 @@ from embodied.demonstrations.importing.formats import moving
 from embodied.demonstrations.importing.rlds import RLDS, _masked, crc32c, records
 from embodied.demonstrations.layout import IMPORT
 from embodied.errors import UserError
-from tests.embodied.demonstrations.test_fuzzed_datasets import many
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 
 HERE = Path(__file__).parent / "rlds"
 LIBERO, ARM = HERE / "libero_tiny_no_noops", HERE / "arm"
@@ -233,7 +232,7 @@ def with_good_checksums(rng: Random, original: bytes) -> bytes:
     return b"".join(framed(data) for data in found)
 
 
-@many(15)
+@few_or_many(15)
 @pytest.mark.parametrize("source", [LIBERO, ARM], ids=["libero", "arm"])
 def test_damaged_rlds(source: Path, cases: range, tmp_path: Path) -> None:
     shards = {path.suffix: with_good_checksums for path in source.rglob("*.tfrecord*")}

@@ -21,7 +21,7 @@ from tests.embodied.reporting.synthetic import CONFIG, EVALUATION, MS, iteration
 from tests.embodied.reporting.test_plan_section import PLAN
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 
 DRAWN = ("wall_s", "env/success_once", "env/success_recent", "env/episodes", "time/physics", "learner/approx_kl")
 """Few metrics: each is a chart."""
@@ -84,7 +84,7 @@ def read(write: Callable[[Path], Path], path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", ["one", "two"])
-@pytest.mark.parametrize("cases", [range(10), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(10)
 def test_damaged_runs(pages: str, cases: range, tmp_path: Path) -> None:
     whole = write_folder(tmp_path / "whole")
     write: Any = page_of_one if pages == "one" else partial(page_of_two, whole)

@@ -111,6 +111,22 @@ def test_rows_that_wait_say_what_rows_side_by_side_say(policy):
     assert torch.equal(one.tokens, all_at_once.tokens)
 
 
+def test_each_answer_may_have_a_limit_of_its_own(policy):
+    asked, limits = [policy.prompts.tokens(text) for text in ASKED], (3, 12, 1, 5, 12)
+    end = policy.prompts.end
+    whole = generate(policy.model, asked, 12, end, noise(), Sampling(rows=2))
+    limited = generate(policy.model, asked, 12, end, noise(), Sampling(rows=2), limits)
+    for row, limit in enumerate(limits):
+        assert torch.equal(limited.tokens[row, :limit], whole.tokens[row, :limit])
+        assert (limited.tokens[row, limit:] == end).all() and not limited.log_prob[row, limit:].any()
+
+
+def test_a_row_that_rests_costs_one_token(policy):
+    action = policy.act(replace(inputs(2), instruction=(ASKED[0], "")), noise(2))
+    assert torch.equal(action.chunk[0], policy.act(inputs(1), noise(2)[:1]).chunk[0])
+    assert (action.trace["tokens"][1, 1:] == policy.prompts.end).all() and not action.log_prob[1, 1:].any()
+
+
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     uniform = (torch.arange(4000) + 0.5) / 4000

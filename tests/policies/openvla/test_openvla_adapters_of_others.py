@@ -17,7 +17,7 @@ from policies.lora import is_merged, scaling
 from policies.openvla.adapters import attach_saved
 from policies.openvla.model import load_model
 from tests.fuzzing.folders import Damaged
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 from tests.policies.openvla.cases import ONE_ACTION, error, random_inputs
 from tests.policies.openvla.oft_directory import CHUNK, STEP, stored, write_oft
 from tests.policies.openvla.tiny import write_tiny
@@ -370,7 +370,7 @@ def test_what_was_saved_with_an_adapter_goes_with_it(tmp_path):
     assert error(policies.load(tmp_path / "saved").act(inputs, None).chunk, chunk) == 0
 
 
-@pytest.mark.parametrize("cases", [range(4), pytest.param(range(1_000), marks=pytest.mark.slow)], ids=["few", "many"])
+@few_or_many(4)
 def test_damaged_adapters(base, made, tmp_path, cases):
     """The base is whole, and loaded once: to build it anew takes most of a case's time."""
     damaged = Damaged(made / "adapter", tmp_path / "adapter")

@@ -15,7 +15,7 @@ from policies.conformance import laws
 from policies.files import INDEX
 from policies.registry import check
 from tests.fuzzing import mutation
-from tests.fuzzing.law import holds
+from tests.fuzzing.law import few_or_many, holds
 from tests.policies.openvla.cases import OFT, ONE_ACTION, error, make, random_inputs
 from tests.policies.openvla.oft_directory import CHUNK, STEP, normalised_actions, save, side, stored, write_oft
 
@@ -386,7 +386,7 @@ def test_golden_directory_with_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize("component", ["action_head", "proprio_projector", "vision_backbone"])
-@pytest.mark.parametrize("cases", [range(6), pytest.param(range(10_000), marks=pytest.mark.slow)], ids=["few", "all"])
+@few_or_many(6, 10_000)
 def test_damaged_side_files(folder, component, cases):
     """Small ones, with one tensor changed in no way: what is read is read again and again."""
     path = folder / f"{component}--{STEP}_checkpoint.pt"
