@@ -224,7 +224,7 @@ class EnvConfig(Section):
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """`tokenizer`, or the project's own folder of that name where the current one has none (`policy.architecture`)."""
+        """Folder of `tokenizer`: the project's own of that name where the current folder has none."""
         return None if self.tokenizer is None else _own_folder(self.tokenizer)
 
     @property
