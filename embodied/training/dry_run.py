@@ -110,8 +110,8 @@ def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, i
     rounds = memory_rounds(config, 0, infos)
     columns = sum(task.env.num_envs for task in tasks_of(config))
     shape = MemoryShape(rounds + 1, columns, policy.spec.cameras, longest_instruction(infos))
-    if inputs.instruction:
-        inputs = replace(inputs, instruction=("",))  # as of an environment that rests: sizes alone are asked for
+    if policy.slots(config.policy.architecture):  # as of an environment that rests, whose decision is a short one
+        inputs = replace(inputs, instruction=("",))
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(config, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
