@@ -73,6 +73,16 @@ class Action:
 
 
 @dataclass(frozen=True)
+class PublishedWeights:
+    """Weights that a generation engine writes by."""
+
+    folder: Path
+    """Where they are: what the engine reads lies in this folder, and in no other version's."""
+    version: int
+    """Number of updates in them."""
+
+
+@dataclass(frozen=True)
 class Contrast:
     """Change of a flow policy's velocity since it drew a step, and its direction relative to the drawn step."""
 
@@ -165,6 +175,26 @@ class Policy(nn.Module):
         """
         raise NotImplementedError
 
+    @classmethod
+    def asks_engine(cls, architecture: Mapping[str, Any]) -> bool:
+        """True if a rollout's decisions are drawn by a generation engine, another program with noise of its own
+        (`publish`, `sample`). False, the default: by `act`, from the run's noise."""
+        return False
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Write the present weights into their folder, and have the engine take them. Afterwards nothing is decided by
+        older ones. Called once for each version. Raises `PolicyError` for an engine that cannot be reached, or does
+        not take them."""
+        raise PolicyError(f"the policy {self.kind} asks no engine")
+
+    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
+        """Have the engine decide by these weights. No gradient.
+
+        The log-probs are the engine's own, for the same distribution as those of `evaluate`, which differ from them by
+        rounding at least. Raises `PolicyError` for an engine that does not answer in time, or not by these weights.
+        """
+        raise PolicyError(f"the policy {self.kind} asks no engine")
+
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         """Score decisions that `act` took. With unchanged weights the log-probs equal `act`'s within tolerance."""
         raise NotImplementedError
@@ -250,6 +280,13 @@ class Policy(nn.Module):
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
+
+    @classmethod
+    def slots(cls, architecture: Mapping[str, Any]) -> int:
+        """Rows that `act` has under way together, where it makes a row's actions one after the other, is done with the
+        row after the last one that is executed, and begins with the next row at once (continuous batching). 0, the
+        default: all rows of a call take the same time."""
+        return 0
 
     @classmethod
     def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:

@@ -51,6 +51,7 @@ def explain_plan(
         *_phases(plan),
         *explain_tasks(plan, problem),
         *_estimates(problem),
+        *_uneven(plan, problem),
         *_modes(plan, best_of),
         *_pools(plan, considered, profile),
         *_nodes(plan, considered, workflow, cluster),
@@ -91,6 +92,25 @@ def _estimates(problem: Problem) -> list[str]:
         if source:
             found.setdefault(source, []).append(name)
     return [f"Times of {', '.join(names)} are estimated: {source}." for source, names in found.items()]
+
+
+def _uneven(plan: Plan, problem: Problem) -> list[str]:
+    """Components whose items take different numbers of turns, and what their stragglers cost."""
+    result = []
+    for name in problem.graph.names:
+        turns = problem.profile.components[name].turns
+        if turns is None:
+            continue
+        (placement,) = (p for phase in plan.phases for p in phase.placements if name in p.components)
+        number = next((i for i, names in enumerate(problem.graph.loops) if name in names), None)
+        items = problem.workflow.items if number is None else problem.environments[number] / plan.groups_of(number)
+        each, low, high = items / len(placement.instances), turns.quantiles[0], turns.quantiles[-1]
+        mean = f"{turns.mean:,.0f}" if turns.mean >= 100 else f"{turns.mean:.3g}"
+        result.append(
+            f"An item of {name} takes {low:,.0f} to {high:,.0f} turns, {mean} on average: in a call of {each:.3g} on "
+            f"each instance {turns.waiting(each):.0%} of the slots are empty while the longest go on."
+        )
+    return result
 
 
 def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from schedulers.cluster import Pool
 from schedulers.errors import PlanError, nearest
+from schedulers.turns import Turns
 from schedulers.workflow import Workflow
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -78,6 +79,8 @@ class ComponentProfile:
     copy. False for sharded weights."""
     estimated: str = ""
     """Source of `points` that were computed and not measured, in words; empty: they were measured."""
+    turns: Turns | None = None
+    """Turns that its items take, where a call's items end at different times; None: they end together."""
     other_pool: ComponentProfile | None = None
     """Profile of the same component on the other pool, if it was measured there too: frames drawn on a GPU, or on
     cores. The planner chooses."""
@@ -102,6 +105,9 @@ class ComponentProfile:
         devices that were not measured share the batch evenly (data parallel): with k the largest measured number of at
         most n devices (the smallest one if there is none), `seconds(b, n) = seconds(b k / n, k)`. No number counts as
         more than `max_devices`.
+
+        With `turns` the line is a P(b) + c b in place of straight lines: a for each turn, c for each item, fitted to
+        what was measured: a batch is done with its longest item, not in proportion to their number.
         """
         return float(self.seconds_on(batch, np.array([devices]))[0])
 
@@ -114,8 +120,22 @@ class ComponentProfile:
         for k in np.unique(base):
             mine = base == k
             # A device has one item at least: more devices than items do not help.
-            result[mine] = _curve(self.points, int(k), np.maximum(batch * k / devices[mine], min(batch, 1.0)))
+            batches = np.maximum(batch * k / devices[mine], min(batch, 1.0))
+            result[mine] = self._curve(int(k), batches)
         return result
+
+    def _curve(self, devices: int, batches: np.ndarray) -> np.ndarray:
+        """Measured times on `devices` devices, continued to any batch."""
+        x, y = _measured(self.points, devices)
+        if self.turns is None:
+            return _lines(x, y, batches)
+        # Each accelerator is an instance, with slots of its own; cores are one.
+        instances = devices if self.pool == "accelerators" else 1
+        terms = [np.stack([self.turns.passes(each / instances), each], -1) for each in (x, np.asarray(batches))]
+        per_turn_and_item = _not_negative(terms[0], y)
+        law, other = terms[0] @ per_turn_and_item, terms[1] @ per_turn_and_item
+        # What the law leaves unexplained, as a factor: measured batches take what was measured.
+        return other * np.interp(batches, x, y / np.maximum(law, 1e-12)) if law.any() else other
 
 
 @dataclass(frozen=True)
@@ -167,14 +187,28 @@ class Profile:
         return entry.seconds * batch / entry.batch
 
 
-def _curve(points: tuple[Point, ...], devices: int, batches: Any) -> np.ndarray:
-    """Measured times on `devices` devices, continued to any batch."""
+def _measured(points: tuple[Point, ...], devices: int) -> tuple[np.ndarray, np.ndarray]:
+    """Batches on `devices` devices in rising order, and their mean seconds."""
     times: dict[int, list[float]] = {}
     for point in points:
         if point.devices == devices:
             times.setdefault(point.batch, []).append(point.seconds)
-    x = np.array(sorted(times), dtype=float)
-    y = np.array([float(np.mean(times[batch])) for batch in sorted(times)])
+    return np.array(sorted(times), dtype=float), np.array([float(np.mean(times[batch])) for batch in sorted(times)])
+
+
+def _not_negative(terms: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[2]: the factors of two terms [n, 2] that come nearest to the values [n], neither below 0."""
+    both = np.linalg.lstsq(terms, values, rcond=None)[0] if len(values) > 1 else -np.ones(2)
+    if both.min() >= 0:
+        return np.asarray(both)
+    alone = [np.zeros(2), np.zeros(2)]
+    for i, factors in enumerate(alone):
+        factors[i] = terms[:, i] @ values / (terms[:, i] @ terms[:, i])
+    return min(alone, key=lambda factors: float(np.square(terms @ factors - values).sum()))
+
+
+def _lines(x: np.ndarray, y: np.ndarray, batches: Any) -> np.ndarray:
+    """Straight lines through the points (x, y), continued to any batch."""
     if len(x) == 1:
         return y[0] * np.asarray(batches) / x[0]
     first, last = (max(0.0, (y[j] - y[i]) / (x[j] - x[i])) for i, j in ((0, 1), (-2, -1)))
@@ -230,6 +264,13 @@ def check_numbers(profile: Profile) -> None:
                 raise PlanError(
                     f"profile: {name!r} has a point of {point.batch} items on {point.devices} devices in "
                     f"{point.seconds} s; batch and devices are at least 1, seconds finite"
+                )
+        turns = component.turns
+        if turns is not None:
+            taken = turns.quantiles
+            if turns.slots < 1 or not taken or list(taken) != sorted(taken) or not 0 < taken[0] <= taken[-1] < math.inf:
+                raise PlanError(
+                    f"profile: `turns` of {name!r} are one slot or more, and numbers above 0 in rising order"
                 )
         if not 0 < component.contention < math.inf:
             raise PlanError(f"profile: `contention` of {name!r} is {component.contention}; it is more than 0")

@@ -92,6 +92,8 @@ class TaskInfo:
     float32. 0: actions are real numbers."""
     instruction_bytes: int = INSTRUCTION_BYTES
     """Longest instruction in UTF-8 bytes."""
+    turns: int = 1
+    """Most turns of an episode: a chunk ends with a turn, whose end has to be seen before the next is decided."""
     has_success: bool = True
     """False if the task knows no success, and is measured by its return: `success` is then False throughout."""
     digest: str | None = None
@@ -138,7 +140,7 @@ class PhysicsResult:
 
     @property
     def steps(self) -> int:
-        """Number of executed env steps; smaller than C when the episode ended within the chunk."""
+        """Number of executed env steps; smaller than C when the episode, or a turn of it, ended within the chunk."""
         return len(self.reward)
 
     @property
@@ -157,7 +159,7 @@ class Physics(Protocol):
         ...
 
     def step(self, actions: Float32) -> PhysicsResult:
-        """Execute `actions` [C, A] open loop, one env step each, and stop at the step that ends the episode.
+        """Execute `actions` [C, A] open loop, one env step each, and stop at the step that ends the episode or a turn.
 
         Actions outside the bounds are clipped to them. Raises `EpisodeOver` if the episode has ended.
         """

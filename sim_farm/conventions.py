@@ -96,11 +96,11 @@ class TaskPhysics:
         """Result of the actions, in the simulator's convention, which are executed up to the episode's end."""
         result = self.backend.step(actions)
         self._step += result.steps
-        if result.steps < len(actions) and not result.ended:
+        if result.steps < len(actions) and not result.ended and self.info.turns == 1:
             raise FarmError(
                 f"{self._spec.name} executed {result.steps} of {len(actions)} actions, and its episode goes on: `step` "
-                "executes a whole chunk, or up to the episode's end. Episodes are replayed in chunks, whatever "
-                "policy.chunk is"
+                "executes a whole chunk, or up to the episode's end, or of a turn where TaskInfo.turns says that there "
+                "are some. Episodes are replayed in chunks, whatever policy.chunk is"
             )
         return result
 

@@ -151,14 +151,14 @@ def differing(outcome: Tensor, group: Tensor, size: int) -> Tensor:
 
 
 def overlong_penalty(length: Tensor, longest: int, margin: int) -> Tensor:
-    """Addition to each episode's outcome [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
+    """Addition to each episode's outcome float64 [N], in [-1, 0] (DAPO's soft overlong punishment: eq. 13).
 
     `length` [N] int64, `longest` and `margin` in one unit (env steps, say): 0 up to `longest - margin`, then
     falling linearly to -1 at `longest`, and -1 beyond. Raises ValueError unless 0 < margin <= longest.
     """
     if not 0 < margin <= longest:
         raise ValueError(f"the margin must be positive and at most the longest length {longest}, not {margin}")
-    return ((longest - margin - length) / margin).clamp(-1, 0)
+    return ((longest - margin - length).double() / margin).clamp(-1, 0)
 
 
 def reinforce_returns(

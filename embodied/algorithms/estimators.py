@@ -93,7 +93,7 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
     if settings.keep_rates is not None:
         solved = (batch.success & batch.mask).any(0).float()
         informative_group &= informative(solved, batch.episode_group, size, *settings.keep_rates)
-    keep = per_decision(informative_group, batch)
+    keep = per_decision(informative_group & _counts(batch, settings), batch)
     weight = _weights(batch, config)
     return Estimate(per_decision(advantage, batch), torch.zeros_like(batch.reward), keep, weight)
 
@@ -101,22 +101,29 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
 def reinforce(batch: Trajectories, config: Config) -> Estimate:
     """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the episode's remaining outcome, less the KL divergence of the
     decisions from here on, normalised over all decisions. With `advantage.baseline: group` the outcome is less the
-    episode group's mean.
+    episode group's mean. With `advantage.credit: action` all this is of single actions, the tokens of an answer.
 
     Raises ValueError for trajectories that are not whole episodes in episode groups.
     """
     if batch.episode_group is None:
         raise ValueError("REINFORCE++ needs whole episodes: a workflow with rollout='episodes'")
-    settings, outcome, keep = config.advantage, judged(batch, config), batch.mask
+    settings, outcome = config.advantage, judged(batch, config)
+    keep = batch.mask & _counts(batch, settings)
     if settings.baseline == "group":
         mean, complete = group_means(outcome, batch.episode_group, config.rollout.episode_group)
         outcome, keep = outcome - mean, keep & complete
-    last = batch.mask & ~torch.cat([batch.mask[1:], torch.zeros_like(batch.mask[:1])])
-    reward = torch.where(last, outcome[None], 0.0)
-    divergence = _divergence(batch) if settings.reward_kl else torch.zeros_like(reward)
-    returns = reinforce_returns(reward, divergence, last, keep, settings.reward_kl)
-    advantage = torch.where(keep, normalise(returns, keep), 0.0) if bool(keep.any()) else returns
-    return Estimate(advantage, torch.zeros_like(reward), keep, _weights(batch, config))
+    alive, of_actions = alive_actions(batch.executed, batch.log_prob.shape[2]), settings.credit == "action"
+    counted = keep[..., None] & alive if of_actions else keep
+    divergence = torch.zeros_like(counted, dtype=outcome.dtype)
+    if settings.reward_kl:
+        divergence = _divergence(batch, alive) if of_actions else _divergence(batch, alive).sum(2)
+    steps, kl = _in_time(counted), _in_time(divergence)
+    last = steps & (steps.flip(0).cumsum(0).flip(0) == 1)
+    returns = reinforce_returns(torch.where(last, outcome[None], 0.0), kl, last, steps, settings.reward_kl)
+    advantage = torch.where(steps, normalise(returns, steps), 0.0) if bool(steps.any()) else returns
+    if of_actions:
+        advantage = advantage.unflatten(0, (len(keep), -1)).transpose(1, 2)
+    return Estimate(advantage, torch.zeros_like(batch.reward), keep, _weights(batch, config))
 
 
 def binary(batch: Trajectories, config: Config) -> Estimate:
@@ -125,11 +132,15 @@ def binary(batch: Trajectories, config: Config) -> Estimate:
     return Estimate(per_decision(outcome, batch), torch.zeros_like(batch.reward), batch.mask, _weights(batch, config))
 
 
-def _divergence(batch: Trajectories) -> Tensor:
-    """[T, B]: log(policy / reference) of each decision's executed actions (Schulman 2020, k1)."""
+def _divergence(batch: Trajectories, alive: Tensor) -> Tensor:
+    """[T, B, C]: log(policy / reference) of each executed action (Schulman 2020, k1); zero of the others."""
     assert batch.reference_log_prob is not None, "the workflow has no reference policy"
-    alive = alive_actions(batch.executed, batch.log_prob.shape[2])[..., None]
-    return ((batch.log_prob - batch.reference_log_prob) * alive).sum((2, 3))
+    return ((batch.log_prob - batch.reference_log_prob) * alive[..., None]).sum(3)
+
+
+def _in_time(values: Tensor) -> Tensor:
+    """[T, B] as they are; [T, B, C] of actions as [T * C, B], one after the other."""
+    return values if values.ndim == 2 else values.transpose(1, 2).flatten(0, 1)
 
 
 def _weights(batch: Trajectories, config: Config) -> Tensor:
@@ -150,8 +161,15 @@ def judged(batch: Trajectories, config: Config) -> Tensor:
     if batch.task is not None:
         of = batch.task
     for number, limit in enumerate(overlong_limits(config)):
-        outcome = torch.where(of == number, outcome + overlong_penalty(length, limit, margin), outcome)
+        penalty = overlong_penalty(length, limit, margin).to(outcome.dtype)
+        outcome = torch.where(of == number, outcome + penalty, outcome)
     return outcome
+
+
+def _counts(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
+    """[B] bool: the episode may carry a gradient, which one that was cut off at its limit may be denied."""
+    cut_off = (batch.truncated & batch.mask).any(0)
+    return ~cut_off if settings.mask_truncated else torch.ones_like(cut_off)
 
 
 def overlong_limits(config: Config) -> list[int]:
@@ -172,9 +190,9 @@ def overlong_limits(config: Config) -> list[int]:
 def outcomes(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
     """[B] what each episode is judged by: 1 where it was solved, or its return."""
     if settings.outcome == "success":
-        return (batch.success & batch.mask).any(0).float()
+        return (batch.success & batch.mask).any(0).to(batch.reward.dtype)
     # In double precision, so that equal episodes have equal returns: how a sum rounds depends on the column's place.
-    return (batch.reward * batch.mask).double().sum(0).float()
+    return (batch.reward * batch.mask).double().sum(0).to(batch.reward.dtype)
 
 
 def per_decision(values: Tensor, batch: Trajectories) -> Tensor:

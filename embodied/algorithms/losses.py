@@ -27,7 +27,8 @@ GPU."""
 RATIO_LOG_LIMIT = 20.0
 HUBER_DELTA = 10.0
 BEHAVIOUR_BOUND = 2.0
-"""Truncation of the weight proximal / behaviour where the rollout is one update behind."""
+"""Truncation of the weight proximal / behaviour where the rollout is one update behind; where an engine acts,
+`loss.engine_weight_max` is."""
 MAX_DRIFT = 0.5
 """Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
 
@@ -80,7 +81,9 @@ def behaviour_weight(proximal_log_prob: Tensor, behaviour_log_prob: Tensor, boun
 
     As the weight of `policy_loss`, with the proximal policy as its old one, it makes the decoupled objective
     (Hilton et al. 2022, arXiv 2110.00641): an asynchronous rollout's actions come from a policy too old
-    for the trust region, which is drawn around a newer one, the proximal. Truncation trades bias for variance.
+    for the trust region, which is drawn around a newer one, the proximal. So do those of an engine that computes the
+    same policy with other rounding (Yao et al. 2025: truncated importance sampling). Truncation trades bias for
+    variance.
     """
     return (proximal_log_prob - behaviour_log_prob).exp().clamp(max=bound).detach()
 
@@ -190,15 +193,27 @@ def contrast(new: Evaluation, samples: Samples, settings: LossConfig, places: Un
     return replace(seen, loss=sum_units(loss, places, samples.weight), clipped=(norm > MAX_DRIFT)[places].sum())
 
 
-def decoupled(samples: Samples, log_prob: Tensor, unit: RatioUnit) -> Samples:
-    """The samples for the decoupled objective (`behaviour_weight`), where the rollout's policy is an update behind.
+def decoupled(samples: Samples, log_prob: Tensor, unit: RatioUnit, bound: float = BEHAVIOUR_BOUND) -> Samples:
+    """The samples for the decoupled objective (`behaviour_weight`), where the rollout's policy is an update behind, or
+    an engine's.
 
     Ratios are taken to `log_prob` [N, C, A] of the present policy, the proximal one, and every unit is weighted by the
     ratio of the proximal to the acting probability.
     """
     proximal, _ = reduce_to_unit(log_prob, samples.executed, unit)
     behaviour, _ = reduce_to_unit(samples.log_prob, samples.executed, unit)
-    return replace(samples, log_prob=log_prob, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
+    return replace(samples, log_prob=log_prob, importance=behaviour_weight(proximal, behaviour, bound))
+
+
+def divergence(samples: Samples, log_prob: Tensor) -> tuple[float, int]:
+    """Sum over the executed actions, and their number, of k3 as an estimate of KL(acting policy || learner), in nats.
+
+    `log_prob` [N, C, A] are the learner's, of the weights that the acting policy has too.
+    """
+    # In float64: what is measured is of the size of float32's rounding where the two are the same program.
+    acted, mask = reduce_to_unit(samples.log_prob.double(), samples.executed, "action")
+    learners, _ = reduce_to_unit(log_prob.double(), samples.executed, "action")
+    return float(k3(acted, learners)[mask].sum()), int(mask.sum())
 
 
 OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}

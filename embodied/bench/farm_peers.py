@@ -59,13 +59,8 @@ class LoopProcess:
         """Until it is built and has run a little."""
         self._answer("ready")
 
-    def measure(self, seconds: float) -> float:
-        """Env steps per second over about that time."""
-        self.start(seconds)
-        return self.finish()
-
     def start(self, seconds: float) -> None:
-        """Begin to measure; `finish` waits for the answer."""
+        """Begin to measure env steps per second over about that time; `finish` waits for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{seconds}\n")
         self._process.stdin.flush()
@@ -84,26 +79,6 @@ class LoopProcess:
             if line.startswith(f'{{"{key}"'):
                 return float(json.loads(line)[key])
         raise RuntimeError(f"the {self.spec.kind} loop ended without an answer, status {self._process.wait()}")
-
-
-@dataclass(frozen=True)
-class LoopGroup:
-    """Loops that are measured at the same time; their rates add up."""
-
-    members: tuple[LoopProcess, ...]
-
-    def wait_ready(self) -> None:
-        for member in self.members:
-            member.wait_ready()
-
-    def measure(self, seconds: float) -> float:
-        for member in self.members:
-            member.start(seconds)
-        return sum(member.finish() for member in self.members)
-
-    def close(self) -> None:
-        for member in self.members:
-            member.close()
 
 
 def _bare(spec: LoopSpec) -> Callable[[], int]:

@@ -1,4 +1,4 @@
-"""`embodied serve`: a policy for other programs and robots, in openpi's websocket protocol."""
+"""`embodied serve`: a policy for other programs and robots, in openpi's websocket protocol and vla-eval's."""
 
 from __future__ import annotations
 

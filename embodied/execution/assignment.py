@@ -368,7 +368,7 @@ def run_specs(config: Config, assignment: Assignment) -> tuple[FarmSpec, ...]:
 def memory_rounds(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
     """Decisions of each environment that the trajectory memory holds: an iteration's, and the next's where a rollout
     runs ahead."""
-    return (1 + ahead) * rounds_of(config, [info.max_episode_steps for info in infos])
+    return (1 + ahead) * rounds_of(config, infos)
 
 
 def observation_rows(config: Config, rounds: int) -> int:

@@ -43,6 +43,7 @@ from embodied.workflows.checks import check_measure, check_ranks, check_recorded
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import tasks_of
+from policies.registry import policy_class
 from sim_farm.client.farm import Farm
 
 ANSWER_S = 5.0
@@ -199,7 +200,7 @@ def start_workers(
             learner=learner,
             memory=memory,
             rollouts=rollouts,
-            weight_sync=_weight_sync(assignment, learner, acting.workers, farm_deadline_s),
+            weight_sync=_weight_sync(config, assignment, learner, acting.workers, farm_deadline_s),
             delivery=delivery,
             offload=RunOffload(
                 farm=farm,
@@ -227,7 +228,7 @@ def start_workers(
 
 
 def _weight_sync(
-    assignment: Assignment, learner: WorkerGroup[Any], policies: WorkerGroup[Any], timeout_s: float
+    config: Config, assignment: Assignment, learner: WorkerGroup[Any], policies: WorkerGroup[Any], timeout_s: float
 ) -> WeightSync:
     """Weight sync from the learner to the policy workers, connected."""
     places = assignment.components[policies.name]
@@ -238,6 +239,7 @@ def _weight_sync(
         sharing=assignment.guests,
         nodes={rank: places[rank].node for rank in assignment.apart},
         timeout_s=timeout_s,
+        engine=policy_class(config.policy.kind).asks_engine(config.policy.architecture),
     )
 
 

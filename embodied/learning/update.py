@@ -24,9 +24,11 @@ from torch import Tensor
 from embodied.algorithms.advantages import Credit, alive_actions
 from embodied.algorithms.controls import UpdateControls
 from embodied.algorithms.losses import (
+    BEHAVIOUR_BOUND,
     Objective,
     RatioUnit,
     decoupled,
+    divergence,
     k3,
     ratio,
     reduce_to_unit,
@@ -46,6 +48,10 @@ from policies.contract import Policy
 
 class OffPolicy(UserError):
     """The learner does not reproduce the log-probs that the rollout recorded."""
+
+
+class EngineMismatch(UserError):
+    """The engine that writes answers is not the policy that learns from them."""
 
 
 class NonFinite(UserError):
@@ -109,6 +115,10 @@ class UpdateStatistics:
     stopped_by_kl: bool = False
     first_ratio_error: float = float("nan")
     """Mean |ratio - 1| at the first minibatch."""
+    engine_kl: float | None = None
+    """Sum over `engine_actions` of the KL divergence of the engine from the learner; None where no engine acts, or its
+    weights are older."""
+    engine_actions: int = 0
 
 
 # --- the update
@@ -135,6 +145,8 @@ class Update:
         self._parallel, self._policy = parallel, parallel.policy
         self._loss, self._optimizer, self._controls = loss, optimizer, controls
         self._config, self._seed, self._run_dir = config.optim, config.seed, run_dir
+        self._by_engine = type(self._policy).asks_engine(config.policy.architecture)
+        """The rollout's log-probs are an engine's."""
         self._accumulated = UpdateStatistics()
         self._non_finite = 0
         """Steps skipped in a row."""
@@ -148,7 +160,7 @@ class Update:
         found, config = UpdateStatistics(), self._config
         if not len(samples):
             return found
-        samples = self._prepared(samples, behind)
+        samples = self._prepared(samples, behind, found)
         for epoch in range(config.epochs):
             order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(samples)))
             for minibatch in order.split(config.minibatch or len(order)):
@@ -227,18 +239,34 @@ class Update:
         target = self._config.target_kl
         return target is not None and sums.approx_kl / sums.units > 1.5 * target
 
-    def _prepared(self, samples: Samples, behind: bool) -> Samples:
+    def _prepared(self, samples: Samples, behind: bool, found: UpdateStatistics) -> Samples:
         """The samples as the loss reads them.
 
         With several evaluations per sample, the result of `Policy.precompute` joins the traces. With a rollout an
-        update behind, the objective is the decoupled one.
+        update behind, or one by an engine, the objective is the decoupled one. Raises `EngineMismatch`.
         """
-        if self._config.epochs + behind > 1 and defines(self._policy, "precompute"):
+        if self._config.epochs + (behind or self._by_engine) > 1 and defines(self._policy, "precompute"):
             samples = replace(samples, precomputed=precomputed_of(self._parallel, samples, self._evaluated_at_once))
-        if behind:
-            now = log_probs_of(self._parallel, samples, self._evaluated_at_once)
-            samples = decoupled(samples, now, self._loss.settings.ratio_unit)
+        if behind or self._by_engine:
+            now, settings = log_probs_of(self._parallel, samples, self._evaluated_at_once), self._loss.settings
+            if self._by_engine and not behind:
+                self._measure_engine(samples, now, found)
+            bound = settings.engine_weight_max if self._by_engine else BEHAVIOUR_BOUND
+            samples = decoupled(samples, now, settings.ratio_unit, bound)
         return samples
+
+    def _measure_engine(self, samples: Samples, log_prob: Tensor, found: UpdateStatistics) -> None:
+        """Add up the divergence of the engine from the learner, [N, C, A] whose log-probs of the samples are given."""
+        kl, actions = divergence(samples, log_prob)
+        found.engine_kl, found.engine_actions = (found.engine_kl or 0.0) + kl, found.engine_actions + actions
+        mean, bound = kl / max(actions, 1), self._loss.settings.engine_kl_max
+        if not mean <= bound:
+            raise EngineMismatch(
+                f"the engine's log-probs of its answers are {mean:.3g} nats per action (KL, k3) from the learner's at "
+                f"the same weights, more than loss.engine_kl_max, {bound:g}: it does not write by the policy that "
+                "learns. Usual causes: another temperature (vLLM: start it with --logprobs-mode processed_logprobs), "
+                "weights that were not taken, quantised weights, another chat template's end"
+            )
 
     @property
     def _evaluated_at_once(self) -> int:
@@ -252,7 +280,7 @@ class Update:
         first = found.sums.samples == 0
         if first:
             self._optimizer.zero_grad(set_to_none=True)
-        samples = self._prepared(samples, behind)
+        samples = self._prepared(samples, behind, found)
         every = torch.arange(len(samples))
         sums, _ = self._read(self._backward(samples, every, Denominators(1.0, 1), synchronise=False))
         if first:
@@ -417,6 +445,11 @@ METRICS = (
     Metric("learner/stopped_by_kl", "0 or 1", "1 if optim.target_kl ended the update early."),
     Metric("learner/reference_kl", "nats", "KL divergence from the reference policy, where the loss has it."),
     Metric("learner/auxiliary_loss", "loss", "Loss that the policy itself adds, where it does."),
+    Metric(
+        "learner/engine_kl",
+        "nats",
+        "KL divergence of the generation engine from the learner at the same weights, a mean over actions (k3).",
+    ),
 )
 """Metrics of an update on samples."""
 
@@ -445,6 +478,8 @@ def metrics_of(samples: Samples, found: UpdateStatistics, settings: LossConfig) 
     }
     if settings.reference_kl:
         metrics["learner/reference_kl"] = sums.reference_kl / max(sums.units, 1)
+    if found.engine_kl is not None:
+        metrics["learner/engine_kl"] = found.engine_kl / max(found.engine_actions, 1)
     if sums.auxiliary:
         metrics["learner/auxiliary_loss"] = sums.auxiliary / sums.weights
     return metrics

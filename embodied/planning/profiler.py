@@ -30,7 +30,9 @@ from embodied.planning.clusters import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
 from embodied.workflows.sizes import holds_shards, tasks_of, workflow_of
+from policies.registry import policy_class
 from schedulers.profile import ComponentProfile, Point, Profile, Together
+from schedulers.turns import Turns, turns_of
 from schedulers.workflow import Workflow
 from sim_farm.contract import TaskInfo
 from sim_farm.render_devices import RenderDevice
@@ -218,7 +220,7 @@ def _components(each: Sequence[Probed], whole: Probed, config: Config) -> dict[s
     """Profiles of all components, in the workflow's order: simulators by each task's probes, components after the loop
     by the probes of the whole run."""
     roles = whole.roles
-    found = {roles.policy: _rollout_worker(each, whole), roles.learner: _learner(whole, config)}
+    found = {roles.policy: _rollout_worker(each, whole, config), roles.learner: _learner(whole, config)}
     found |= {name: _scorer(whole, name) for name in roles.scorers}
     for names, probed in zip(roles.simulators, each, strict=True):
         steps, *draws = names
@@ -270,7 +272,7 @@ def _drawing_on_gpu(probed: Probed) -> ComponentProfile:
     return replace(found, resident_bytes=held, process_bytes=held, unload_s=out.seconds, load_s=back.seconds)
 
 
-def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
+def _rollout_worker(each: Sequence[Probed], whole: Probed, config: Config) -> ComponentProfile:
     """Profile of the policy: a call for as many environments as each task has, and for half of them."""
     calls: dict[tuple[int, int], list[float]] = {}
     for probed in each:
@@ -279,7 +281,19 @@ def _rollout_worker(each: Sequence[Probed], whole: Probed) -> ComponentProfile:
     points = tuple(_point(batch, devices, values) for (batch, devices), values in calls.items())
     beside = fmean(_beside_factor(probed, decided_s) for probed in each)
     found = ComponentProfile("cores", points, beside, fmean(_variation(probed, "act") for probed in each))
+    found = replace(found, turns=_turns(each, config))
     return _computing(_switching(found, whole, whole.roles.policy), whole, data_parallel=True)
+
+
+def _turns(each: Sequence[Probed], config: Config) -> Turns | None:
+    """Executed actions of the measured decisions, where the policy is done with a row after the last of them."""
+    slots, chunk = policy_class(config.policy.kind).slots(config.policy.architecture), config.policy.chunk
+    if not slots:
+        return None
+    iterations = [iteration for probed in each for iteration in probed.taken["all cores"].iterations]
+    steps = [episode.length for iteration in iterations for episode in iteration.summary.episodes]
+    decisions = [min(chunk, length - first) for length in steps for first in range(0, length, chunk)]
+    return turns_of(decisions, slots) if decisions else None
 
 
 def _scorer(whole: Probed, name: str) -> ComponentProfile:

@@ -5,7 +5,8 @@ is asked meanwhile: with `rows` of 1 each is computed alone. With more, requests
 always has so many rows (others repeat its first): the shape in which matrix products are rounded does not depend on who
 else asks. A request of several rows, which clients of this project send, is a batch by itself, as it is.
 
-Beside the websocket the same port answers GET /healthz with OK, and GET /metrics with counts and latencies as JSON.
+At the path /vla-eval the same port speaks the protocol of vla-evaluation-harness (`embodied.rollout.vla_eval`). Beside
+the websockets it answers GET /healthz and /health, and GET /metrics with counts and latencies as JSON.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from websockets.http11 import Request, Response
 
 from embodied.devices import decide
 from embodied.errors import UserError, shown
+from embodied.rollout import vla_eval
 from embodied.rollout.loaded_policy import LoadedPolicy, rows_of
 from embodied.statistics import latency_percentiles
 from embodied.trajectories.batch import join_inputs
@@ -196,38 +198,83 @@ class PolicyServer:
     # --- a client
 
     async def _talk(self, client: ServerConnection) -> None:
-        """A connection, from its metadata to its end."""
+        """A connection, from its first message to its end."""
         self._times.clients += 1
-        before_s: float | None = None
         try:
-            await client.send(pack(self.metadata))
-            asked = 0
-            async for message in client:
-                begin = time.monotonic()
-                try:
-                    actions = await self._decided(message, asked)
-                except (UserError, PolicyError) as error:
-                    self._times.refused += 1
-                    await client.send(str(error))
-                    continue
-                finally:
-                    asked += 1
-                timing = {"infer_ms": (time.monotonic() - begin) * 1e3}
-                timing |= {} if before_s is None else {"prev_total_ms": before_s * 1e3}
-                await client.send(pack({"actions": actions, "server_timing": timing}))
-                before_s = time.monotonic() - begin
-                self._times.requests += 1
-                self._times.latencies_s.append(before_s)
+            if client.request is not None and client.request.path.rstrip("/") == vla_eval.PATH:
+                await self._talk_vla_eval(client)
+            else:
+                await self._talk_openpi(client)
         except ConnectionClosed:
             pass
         finally:
             self._times.clients -= 1
 
-    async def _decided(self, message: str | bytes, asked: int) -> np.ndarray:
+    async def _talk_openpi(self, client: ServerConnection) -> None:
+        before_s: float | None = None
+        await client.send(pack(self.metadata))
+        asked = 0
+        async for message in client:
+            begin = time.monotonic()
+            try:
+                if isinstance(message, str):
+                    raise UserError(f"a request is an observation packed by msgpack, got the text {shown(message)}")
+                actions = await self._decided(unpack(message), message, asked)
+            except (UserError, PolicyError) as error:
+                self._times.refused += 1
+                await client.send(str(error))
+                continue
+            finally:
+                asked += 1
+            timing = {"infer_ms": (time.monotonic() - begin) * 1e3}
+            timing |= {} if before_s is None else {"prev_total_ms": before_s * 1e3}
+            await client.send(pack({"actions": actions, "server_timing": timing}))
+            before_s = self._answered(begin)
+
+    async def _talk_vla_eval(self, client: ServerConnection) -> None:
+        chunk = np.zeros((0, 0), np.float32)
+        """The env steps that were decided and not yet asked for."""
+        asked = 0
+        async for data in client:
+            begin, seq = time.monotonic(), 0
+            try:
+                message = vla_eval.unpack(data)
+                seq = message.seq
+                match message.type:
+                    case "hello":
+                        await client.send(vla_eval.pack("hello", self._hello(), seq))
+                    case "episode_start":
+                        chunk = chunk[:0]
+                    case "observation":
+                        if not len(chunk):
+                            seen = vla_eval.observation(message.payload, self._keys)
+                            chunk = await self._decided(seen, message.data, asked)
+                            asked += 1
+                            self._answered(begin)
+                        action, chunk = chunk[0], chunk[1:]
+                        await client.send(vla_eval.pack("action", {"actions": action}, seq))
+                    case "episode_end" | "error":
+                        pass
+                    case other:
+                        raise UserError(f"vla-eval's messages are hello, episode_start and so on, got {shown(other)}")
+            except (UserError, PolicyError) as error:
+                self._times.refused += 1
+                await client.send(vla_eval.pack("error", {"error": str(error)}, seq))
+
+    def _hello(self) -> dict[str, Any]:
+        cameras, reads = self._loaded.spec.cameras, self._loaded.config.policy.reads
+        shown_too = {"send_wrist_image": len(cameras) > 1, "send_state": "proprio" in reads}
+        return vla_eval.hello(self._loaded.policy.kind, shown_too, self.metadata)
+
+    def _answered(self, begin: float) -> float:
+        """Count a request that came at `begin`; its latency."""
+        latency_s = time.monotonic() - begin
+        self._times.requests += 1
+        self._times.latencies_s.append(latency_s)
+        return latency_s
+
+    async def _decided(self, observation: Any, message: bytes, asked: int) -> np.ndarray:
         """Action chunks [C, A] for one observation, [B, C, A] for several. Raises `UserError`, `PolicyError`."""
-        if isinstance(message, str):
-            raise UserError(f"a request is an observation packed by msgpack, got the text {shown(message)}")
-        observation = unpack(message)
         if not isinstance(observation, Mapping):
             raise UserError(f"a request is a map of an observation's parts, got {shown(observation)}")
         inputs, batched = self._loaded.inputs(self._named(observation))
@@ -342,8 +389,8 @@ class PolicyServer:
         return [chunk[i : i + 1] for i in range(len(batch))] if batch[0].single else [chunk]
 
     def _answer_get(self, client: ServerConnection, request: Request) -> Response | None:
-        """/healthz and /metrics; every other path is the websocket's."""
-        if request.path == "/healthz":
+        """/healthz, /health and /metrics; every other path is a websocket's."""
+        if request.path in ("/healthz", "/health"):
             return client.respond(HTTPStatus.OK, "OK\n")
         if request.path == "/metrics":
             body = (json.dumps(self.latencies) + "\n").encode()

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from embodied.devices import Affinity, decide, value_of
+from embodied.devices import Affinity, decide, sampled, value_of
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.weight_sync import WeightsLoader, check_weights, map_weights
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
@@ -33,7 +33,7 @@ from embodied.trajectories.memory import (
 )
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
-from policies.contract import Action, Inputs, Policy, PolicySpec
+from policies.contract import Action, Inputs, Policy, PolicySpec, PublishedWeights
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskInfo
@@ -69,6 +69,8 @@ class ActingPolicy(WeightsLoader):
 
     def decide(self, request: DecisionRequest) -> Action:
         """A decision for each of the request's n rows."""
+        if self._settings.engine is not None:
+            return sampled(self.policy, request.inputs, self._published(self._settings.engine, self.version))
         noise = self._noise[request.task].draw(request.envs, request.episode, request.step)
         return decide(self.policy, request.inputs, torch.from_numpy(noise))
 
@@ -106,6 +108,16 @@ class ActingPolicy(WeightsLoader):
     def at_version(self, version: int) -> None:
         """Note the number of updates in the weights."""
         self.version = version
+
+    def publish_to_engine(self) -> None:
+        """Give the engine that decides the weights as they are. One worker does it for all."""
+        assert self._settings.engine is not None, "no engine decides"
+        self._settings.engine.mkdir(exist_ok=True)
+        self.policy.publish(self._published(self._settings.engine, self.version))
+
+    @staticmethod
+    def _published(folder: Path, version: int) -> PublishedWeights:
+        return PublishedWeights(folder / f"{version:06d}", version)
 
     def unload(self, spill: Path) -> Switch:
         """Move the policy out of the device's memory; `load_back` before the next rollout."""

@@ -6,6 +6,7 @@ With several groups one is simulated while the policy decides for another; a lig
 heavy one's are simulated. The policy is in the loop's own process (`policy_worker.LocalPolicy`), or replicas in
 processes of theirs (`replicas.Replicas`). A decision is a function of the policy, the group's observations and the
 noise of their (environment, episode, env step): neither the order of serving nor the replica that decides changes it.
+Where a generation engine decides (`RolloutSettings.engine`), its own noise takes that one's place.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +30,7 @@ from embodied.trajectories.batch import EndedEpisode, EpisodeSums, GroupDecision
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.context import WorkerContext, bootstrap_of
 from policies.contract import Action, Inputs
+from policies.registry import policy_class
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
 
@@ -50,11 +53,14 @@ class RolloutSettings:
     """Share of episodes whose start a curriculum draws."""
     task_curriculum: float = 0.0
     """Share of decisions that a curriculum gives to tasks."""
+    engine: Path | None = None
+    """Folder through which a generation engine, which then decides, is given weights."""
 
     @classmethod
     def of(cls, context: WorkerContext) -> RolloutSettings:
         """The settings of a run."""
         config = context.config
+        by_engine = policy_class(config.policy.kind).asks_engine(config.policy.architecture)
         return cls(
             reads=config.policy.reads,
             seeds=context.seeds,
@@ -63,6 +69,7 @@ class RolloutSettings:
             trace=config.runtime.trace,
             curriculum=config.rollout.curriculum,
             task_curriculum=config.rollout.task_curriculum,
+            engine=(context.run_dir / "engine").resolve() if by_engine else None,
         )
 
 

@@ -220,7 +220,7 @@ class Ranks:
         with self.waiting("add up gradients"), torch.no_grad():
             for bucket in _buckets(gradients):
                 # Sums of 16-bit numbers would lose what single ranks contribute.
-                flat = torch.cat([gradient.reshape(-1).float() for gradient in bucket])
+                flat = torch.cat([g.reshape(-1).to(torch.promote_types(g.dtype, torch.float32)) for g in bucket])
                 dist.all_reduce(flat)
                 for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                     gradient.copy_(part.view_as(gradient))

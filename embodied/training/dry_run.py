@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _iteration(config: Config, infos: list[TaskInfo]) -> dict[str, Any]:
     """Numbers of an iteration; of whole episodes the most that there can be."""
     optim = config.optim
     environments = sum(task.env.num_envs for task in tasks_of(config))
-    samples = environments * rounds_of(config, [info.max_episode_steps for info in infos])
+    samples = environments * rounds_of(config, infos)
     minibatch = min(optim.minibatch or samples, samples)
     return {
         "environments": environments,
@@ -109,6 +110,8 @@ def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, i
     rounds = memory_rounds(config, 0, infos)
     columns = sum(task.env.num_envs for task in tasks_of(config))
     shape = MemoryShape(rounds + 1, columns, policy.spec.cameras, longest_instruction(infos))
+    if inputs.instruction:
+        inputs = replace(inputs, instruction=("",))  # as of an environment that rests: sizes alone are asked for
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(config, 0, infos), len(policy.spec.cameras), policy.spec.image_size)

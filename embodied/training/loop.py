@@ -39,6 +39,7 @@ from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferrable_interrupts
 from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
 from embodied.training.selection import BackgroundError, Candidate, Selection, free_room
+from policies.registry import policy_class
 from sim_farm.workers import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
@@ -54,7 +55,8 @@ def train(
     tracking: Tracking = NOT_TRACKED,
 ) -> dict[str, Any]:
     """Run the remaining iterations and write a checkpoint of the last. `callbacks` see each iteration, and `tracking`
-    its row. Returns the result as plain data.
+    its row. Returns the result as plain data, with `deterministic` false where an engine draws what the seed does not
+    determine.
 
     If the run is interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
@@ -115,6 +117,9 @@ def train(
         **({"recoveries": recovery.recoveries} if recovery.recoveries else {}),
         **({"replaced": recovery.replaced} if recovery.replaced else {}),
         **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
+        **(
+            {"deterministic": False} if policy_class(config.policy.kind).asks_engine(config.policy.architecture) else {}
+        ),
         "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
         **loop.milestones,
     }

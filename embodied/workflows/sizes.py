@@ -13,6 +13,7 @@ from embodied.config.schema import Config, EnvConfig
 from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from schedulers.workflow import Component, Edge, Loop, Workflow
+from sim_farm.contract import TaskInfo
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes, Starts
 from sim_farm.graded_axes import graded
 from sim_farm.perturbations import Perturbation
@@ -89,12 +90,13 @@ def workflow_of(config: Config, max_episode_steps: Sequence[int]) -> Workflow:
     return Workflow(recipe.name, components, tuple(dict.fromkeys(every)), loops, items, episodes)
 
 
-def rounds_of(config: Config, max_episode_steps: Sequence[int]) -> int:
-    """The most decisions that an environment takes in one iteration."""
+def rounds_of(config: Config, infos: Sequence[TaskInfo]) -> int:
+    """The most decisions that an environment takes in one iteration; `infos` of the tasks."""
     if recipe_of(config).rollout == "decisions":
         return config.rollout.decisions
     episodes = config.rollout.max_episodes_per_env or config.rollout.episodes_per_env
-    return max(math.ceil(steps / config.policy.chunk) for steps in max_episode_steps) * episodes
+    # The end of a turn cuts a chunk short.
+    return max(math.ceil(info.max_episode_steps / config.policy.chunk) + info.turns - 1 for info in infos) * episodes
 
 
 def episodes_of(config: Config, seed: int) -> Episodes:

@@ -54,12 +54,13 @@ READERS = (
         _estimators("group_relative"),
     ),
     Reader(
-        ("advantage.gamma", "advantage.lam", "advantage.normalise", "advantage.credit"),
+        ("advantage.gamma", "advantage.lam", "advantage.normalise"),
         "generalised advantages",
         _estimators("gae"),
     ),
+    Reader(("advantage.credit",), "credit of single decisions", _estimators("gae", "reinforce")),
     Reader(
-        ("advantage.outcome", "advantage.overlong_margin"),
+        ("advantage.outcome", "advantage.overlong_margin", "advantage.mask_truncated"),
         "outcome of an episode in its advantages",
         _estimators("group_relative", "reinforce"),
     ),
@@ -103,6 +104,12 @@ READERS = (
         "suite of perturbed instructions",
         lambda config, recipe: config.eval.protocol in ("libero-plus", "libero-pro"),
         "set eval.protocol to libero-plus or libero-pro",
+    ),
+    Reader(
+        ("loss.engine_weight_max", "loss.engine_kl_max"),
+        "generation engine",
+        lambda config, recipe: bool(config.policy.options.get("engine")),
+        "set policy.options.engine",
     ),
     Reader(
         ("plan.ahead", "plan.replan"),

@@ -39,7 +39,8 @@ class Answers:
     log_prob: Tensor
     """float32 [B, C]; 0 beyond an answer's end."""
     states: Tensor
-    """[B, C, D]: the states that the tokens were drawn from; 0 beyond an answer's end."""
+    """[B, C, D], or [B, 1, D] of each first token: the states that the tokens were drawn from; 0 beyond an answer's
+    end."""
 
 
 def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -67,17 +68,27 @@ def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Te
 
 @torch.no_grad()
 def generate(
-    model: CausalModel, prompts: Sequence[Sequence[int]], count: int, end: int, noise: Tensor | None, sampling: Sampling
+    model: CausalModel,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    end: int,
+    noise: Tensor | None,
+    sampling: Sampling,
+    limits: Sequence[int] | None = None,
+    first_states: bool = False,
 ) -> Answers:
     """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C]; None: the likeliest.
+    `limits`: the most tokens of each, at most C; None: C. `first_states`: states of first tokens alone, since those of
+    many long answers fill a GPU.
 
     What a row says depends on its prompt and its noise, not on its neighbours, but for the rounding of matrix products.
     """
     device = model.network.device
     batch, size = len(prompts), min(sampling.rows, len(prompts))
+    most = torch.tensor([count] * batch if limits is None else limits, device=device)
     tokens = torch.full((batch, count), end, dtype=torch.int64, device=device)
     log_prob = torch.zeros(batch, count, device=device)
-    states = torch.zeros(batch, count, model.width, dtype=model.dtype, device=device)
+    states = torch.zeros(batch, 1 if first_states else count, model.width, dtype=model.dtype, device=device)
     cache = RowCache(model, size, max(map(len, prompts)) + count)
     row = torch.empty(0, dtype=torch.int64, device=device)  # [S'] the prompt that each place of the cache answers
     said, length = row.clone(), row.clone()  # tokens of each answer so far, and of prompt and answer
@@ -93,23 +104,33 @@ def generate(
             said = torch.cat([said, said.new_zeros(len(new))])
             length = torch.cat([length, torch.tensor([len(prompt) for prompt in asked], device=device)])
         chosen, scores = choose(model.logits(now), None if noise is None else noise[row, said], sampling)
-        tokens[row, said], log_prob[row, said], states[row, said] = chosen, scores, now
+        tokens[row, said], log_prob[row, said] = chosen, scores
+        kept = (said < states.shape[1]).nonzero().squeeze(1)
+        states[row[kept], said[kept]] = now[kept]
         said = said + 1
-        goes_on = (chosen != end) & (said < count)
+        goes_on = (chosen != end) & (said < most[row])
         if not bool(goes_on.all()):
-            kept = goes_on.nonzero().squeeze(1)
-            cache.keep(kept)
-            row, said, length, chosen = row[kept], said[kept], length[kept], chosen[kept]
+            order = _close_up(goes_on)
+            cache.keep(order)
+            row, said, length, chosen = row[order], said[order], length[order], chosen[order]
         now = _continue(model, cache, chosen, length) if len(row) else now[:0]
         length = length + 1
     return Answers(tokens, log_prob, states)
+
+
+def _close_up(goes_on: Tensor) -> Tensor:
+    """int64 [K]: the K of the places bool [S] that go on, in an order that moves few of them: the last ones fill the
+    gaps among the first K."""
+    kept = torch.arange(int(goes_on.sum()), device=goes_on.device)
+    kept[~goes_on[: len(kept)]] = goes_on[len(kept) :].nonzero().squeeze(1) + len(kept)
+    return kept
 
 
 def _read(model: CausalModel, cache: RowCache, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
     """[n, D] the states at the ends of n prompts, whose keys and values fill the places from `first` on."""
     tokens, lengths = padded(prompts, model.network.device)
     columns = torch.arange(tokens.shape[1], device=tokens.device)
-    cache.fill(first, len(prompts))
+    cache.fill(first, *tokens.shape)
     states = model.states(tokens, causal(lengths, tokens.shape[1]), columns.expand(len(prompts), -1), cache)
     return states[torch.arange(len(prompts), device=tokens.device), lengths - 1]
 
@@ -144,7 +165,7 @@ class RowCache:
     """Keys and values of S rows, each with a number of columns of its own; transformers' layers call `update`.
 
     A prompt fills whole places (`fill`), a token one column of each (`append`). Rows that are done are dropped
-    (`keep`), and those behind them move up.
+    (`keep`), and the last ones take their places.
     """
 
     is_compileable = False
@@ -155,19 +176,20 @@ class RowCache:
         self._places: slice | None = None
         self._at, self._used = torch.empty(0), 0
 
-    def fill(self, first: int, count: int) -> None:
-        """The next pass is of prompts, for `count` places from `first` on."""
-        self._places = slice(first, first + count)
+    def fill(self, first: int, count: int, columns: int) -> None:
+        """The next pass is of prompts of so many columns, for `count` places from `first` on."""
+        self._places, self._used = slice(first, first + count), max(self._used, columns)
 
     def append(self, at: Tensor, used: int) -> None:
         """The next pass is of one token in each of the first rows, for the columns `at` [S]; `used` are in use then."""
         self._places, self._at, self._used = None, at, used
 
     def keep(self, rows: Tensor) -> None:
-        """The rows int64 [K] move to the first K places."""
-        for layer in self._layers:
+        """The rows int64 [K] have the first K places; those that are elsewhere move, as far as columns are in use."""
+        to = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(1)
+        for layer in self._layers if len(to) else ():
             for tensor in layer or ():
-                tensor[: len(rows)] = tensor[rows]
+                tensor[to, :, : self._used] = tensor[rows[to], :, : self._used]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values [n, heads, T, d] of a pass, and give those that its tokens may see."""

@@ -86,8 +86,9 @@ class CausalModel(AdaptedModel):
         return found.last_hidden_state
 
     def logits(self, states: Tensor) -> Tensor:
-        """float32 [.., V']: the logits of the next token, among those that the tokenizer knows."""
-        return self.network.lm_head(states)[..., : self.known].float()
+        """[.., V'], float32 or wider: the logits of the next token, among those that the tokenizer knows."""
+        found = self.network.lm_head(states)[..., : self.known]
+        return found.to(torch.promote_types(found.dtype, torch.float32))
 
     # --- files
 

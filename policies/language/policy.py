@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from policies import lora
-from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
 from policies.files import ADAPTER_CONFIG, CONFIG, Shards
 from policies.kinds import check_folders
-from policies.language.generation import Sampling, causal, generate, padded
+from policies.language.engine_clients import PROBE, EngineServers, servers_of
+from policies.language.engines import Drawing
+from policies.language.generation import Sampling, generate
 from policies.language.model import ADAPTED, CausalModel, load_model, save_model
+from policies.language.packing import packed
 from policies.language.prompts import Prompts
 from policies.layers import checked_noise, counted_mean, only_counted
 
-MOST_PADDING = 0.1
-"""Share of padding in a pass of `evaluate`, at most."""
 BFLOAT16_TOLERANCE = 2e-2
+LOGITS_AT_ONCE = 2**27
+"""Numbers of the logits that are held at once: those of a large vocabulary take more memory than all else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,11 @@ class LanguageOptions:
     top_p: float = 1.0
     rows: int = 64
     """Answers that are written side by side; more wait until one of these has ended."""
+    engine: str = ""
+    """Engine that writes a training run's answers: `sglang` or `vllm`, and the addresses of its servers, separated by
+    spaces (`sglang http://127.0.0.1:30000`). Empty: the policy itself. Evaluations are always written by the policy."""
+    engine_timeout_s: float = 240.0
+    """Longest time that a batch of answers, or a weight sync, may take there."""
     lora_rank: int = 0
     """Rank of new adapters, which are then all of the network that is trained; 0: none."""
     lora_alpha: float = 0.0
@@ -66,6 +75,10 @@ class LanguageOptions:
             raise PolicyError(f"top_p is a share greater than 0, at most 1, got {self.top_p}")
         if self.rows < 1:
             raise PolicyError(f"rows must be at least 1, got {self.rows}")
+        if self.engine:
+            servers_of(self.engine)  # raises for another text
+        if self.engine_timeout_s <= 0:
+            raise PolicyError(f"engine_timeout_s must be greater than 0, got {self.engine_timeout_s}")
         if self.lora_rank < 0 or (self.lora_rank and self.adapter):
             raise PolicyError(f"give lora_rank for a new adapter or adapter for a saved one, got {self.lora_rank}")
         if "{}" not in self.prompt:
@@ -95,6 +108,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
             "temperature",
             "top_p",
             "rows",
+            "engine",
+            "engine_timeout_s",
             "gradient_checkpointing",
             "spec.chunk",
             "spec.horizon",
@@ -110,6 +125,10 @@ class LanguagePolicy(lora.AdaptedPolicy):
             folder = architecture.get(name)
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+
+    @classmethod
+    def slots(cls, architecture: Mapping[str, Any]) -> int:
+        return int(architecture.get("rows", LanguageOptions.rows))
 
     @classmethod
     def reads(cls, config: Mapping[str, Any]) -> bool:
@@ -165,8 +184,10 @@ class LanguagePolicy(lora.AdaptedPolicy):
         asked = self._asked(inputs)
         noise = None if noise is None else checked_noise(noise, self.noise_dim)
         sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
-        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling)
-        values = self.value_head(answers.states.float()).squeeze(-1)
+        limits = [self.spec.chunk if text else 1 for text in inputs.instruction]  # nothing is asked of one that rests
+        first = not self.options.value_per_action
+        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling, limits, first)
+        values = self._valued(answers.states)
         return Action(
             answers.tokens.float()[..., None],
             answers.log_prob[..., None],
@@ -174,13 +195,53 @@ class LanguagePolicy(lora.AdaptedPolicy):
             {"tokens": answers.tokens},
         )
 
+    @classmethod
+    def asks_engine(cls, architecture: Mapping[str, Any]) -> bool:
+        return bool(architecture.get("engine"))
+
+    def publish(self, weights: PublishedWeights) -> None:
+        new = weights.folder.with_name(f"{weights.folder.name}.part")
+        for left in (new, weights.folder):
+            shutil.rmtree(left, ignore_errors=True)
+        self.export(new)
+        new.rename(weights.folder)
+        self._engine.update_weights(weights.folder, str(weights.folder))
+        for other in weights.folder.parent.iterdir():
+            if other.is_dir() and other != weights.folder:
+                shutil.rmtree(other)
+
+    @torch.no_grad()
+    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
+        asked, device, options = self._asked(inputs), self.model.network.device, self.options
+        drawing = Drawing(self.spec.chunk, self.prompts.end, options.temperature, options.top_p)
+        answers = self._engine.generate(asked, 1, drawing, str(weights.folder), weights.folder)
+        tokens = torch.full((len(asked), self.spec.chunk), self.prompts.end, device=device)
+        log_prob = torch.zeros(len(asked), self.spec.chunk, device=device)
+        for row, answer in enumerate(answers):
+            tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, device=device)
+            log_prob[row, : len(answer.tokens)] = torch.tensor(answer.log_prob, device=device)
+        values = torch.zeros_like(log_prob)
+        if any(bool(parameter.any()) for parameter in self.value_head.parameters()):  # else all values are 0
+            states, said = self._taught(asked, tokens)
+            values = self._placed(self._valued(states), said)
+        return Action(
+            tokens.float()[..., None],
+            log_prob[..., None],
+            values if options.value_per_action else values[:, 0],
+            {"tokens": tokens},
+        )
+
+    @property
+    def _engine(self) -> EngineServers:
+        """What the options name."""
+        probe, timeout_s = self.prompts.encode(PROBE), self.options.engine_timeout_s
+        return EngineServers.of(self.options.engine, timeout_s, probe, self.prompts.size)
+
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         states, said = self._taught(self._asked(inputs), trace["tokens"])
-        rows, columns = said.nonzero(as_tuple=True)
-        every = torch.log_softmax(self.model.logits(states) / self.options.temperature, -1)
-        chosen = every.gather(-1, trace["tokens"][rows, columns][:, None]).squeeze(-1)
-        entropy = -(every.exp() * every).sum(-1)
-        values = self._placed(self.value_head(states.float()).squeeze(-1), said)
+        tokens = trace["tokens"][said.nonzero(as_tuple=True)]
+        chosen, entropy = self._scores(states, tokens, self.options.temperature)
+        values = self._placed(self._valued(states), said)
         return Evaluation(
             self._placed(chosen, said)[..., None],
             self._placed(entropy, said)[..., None],
@@ -191,13 +252,13 @@ class LanguagePolicy(lora.AdaptedPolicy):
         """The cross-entropy of the demonstrated tokens."""
         tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.prompts.size - 1)
         states, said = self._taught(self._asked(inputs), torch.where(counted, tokens, self.prompts.end))
-        losses = functional.cross_entropy(self.model.logits(states), tokens[said], reduction="none")
-        return counted_mean(self._placed(losses, said)[..., None], counted & said)
+        chosen, _ = self._scores(states, tokens[said], 1.0)
+        return counted_mean(-self._placed(chosen, said)[..., None], counted & said)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
         first = self._taught(self._asked(inputs), torch.full((len(inputs.instruction), 1), self.prompts.end))[0]
-        values = self.value_head(first.float()).squeeze(-1)
+        values = self._valued(first)
         return values[:, None].expand(-1, self.spec.chunk) if self.options.value_per_action else values
 
     def _asked(self, inputs: Inputs) -> list[list[int]]:
@@ -220,20 +281,39 @@ class LanguagePolicy(lora.AdaptedPolicy):
         """[N, D] the states that predict the N tokens of the answers [B, C], and bool [B, C] where those tokens are: up
         to each answer's end, row by row.
 
-        Rows of like length share a pass, in which at most a tenth is padding.
+        There is one pass, of which at most a tenth is padding (`packing`).
         """
         said = (tokens == self.prompts.end).cumsum(1).cumsum(1) <= 1  # the first end token belongs to the answer
         answers = [row[mask].tolist() for row, mask in zip(tokens, said, strict=True)]
         whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(asked, answers, strict=True)]
-        parts: dict[int, Tensor] = {}
-        for rows in _alike([len(row) for row in whole]):
-            ids, lengths = padded([whole[row] for row in rows], self.model.network.device)
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(len(rows), -1)
-            states = self.model.states(ids, causal(lengths, ids.shape[1]), positions)
-            for place, row in enumerate(rows):
-                first = len(asked[row]) - 1
-                parts[row] = states[place, first : first + len(answers[row])]
-        return torch.cat([parts[row] for row in range(len(whole))]), said
+        parts = []
+        one = packed(whole, self.model.network.device)
+        states = self.model.states(one.tokens, one.seen, one.positions)
+        for row, (line, begin) in enumerate(one.begin):
+            first = begin + len(asked[row]) - 1
+            parts.append(states[line, first : first + len(answers[row])])
+        return torch.cat(parts), said
+
+    def _scores(self, states: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] of the tokens [N] that follow the states [N, D], and entropies [N].
+
+        Of many tokens the logits are computed piece by piece, and again in the backward pass.
+        """
+
+        def piece(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            every = torch.log_softmax(self.model.logits(states) / temperature, -1)
+            return every.gather(-1, tokens[:, None]).squeeze(-1), -(every.exp() * every).sum(-1)
+
+        size = max(1, LOGITS_AT_ONCE // self.model.known)
+        if len(states) <= size:
+            return piece(states, tokens)
+        pairs = zip(states.split(size), tokens.split(size), strict=True)
+        found = [checkpoint(piece, *pair, use_reentrant=False) for pair in pairs]
+        return torch.cat([chosen for chosen, _ in found]), torch.cat([entropy for _, entropy in found])
+
+    def _valued(self, states: Tensor) -> Tensor:
+        """[..] the values of states [.., D]; the head has a precision of its own."""
+        return self.value_head(states.to(next(self.value_head.parameters()).dtype)).squeeze(-1)
 
     def _placed(self, values: Tensor, said: Tensor) -> Tensor:
         """[B, C] the values [N] where the tokens are, 0 elsewhere."""
@@ -279,18 +359,3 @@ class LanguagePolicy(lora.AdaptedPolicy):
     def export(self, folder: Path) -> None:
         """Write a directory as transformers loads it, with the adapter, if there is one, merged into the weights."""
         save_model(self.model, Path(folder), lora.merged_state(self.model))
-
-
-def _alike(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of rows whose padding to the longest is at most `MOST_PADDING` of the group's tokens."""
-    group: list[int] = []
-    total = 0
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        longest = lengths[group[0]] if group else lengths[row]
-        if group and total + lengths[row] < (1 - MOST_PADDING) * longest * (len(group) + 1):
-            yield group
-            group, total = [], 0
-        group.append(row)
-        total += lengths[row]
-    if group:
-        yield group

@@ -48,11 +48,15 @@ class Prompts:
             found = self._known[instruction] = self._tokens(self._template.replace("{}", instruction))
         return found
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text by itself, without those that begin or end a sequence."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def _tokens(self, text: str) -> list[int]:
         if self._chat:
             messages = [{"role": "system", "content": self._system}] if self._system else []
             text = self._tokenizer.apply_chat_template(
                 [*messages, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )
-            return self._tokenizer.encode(text, add_special_tokens=False) or [self.end]
+            return self.encode(text) or [self.end]
         return self._tokenizer.encode(text) or [self.end]

@@ -9,7 +9,7 @@ import numpy as np
 
 from sim_farm import render_devices
 from sim_farm.catalogue import exact_replay
-from sim_farm.contract import EpisodeSpec, FarmError, Physics, PhysicsResult
+from sim_farm.contract import EpisodeSpec, FarmError, Float32, Physics, PhysicsResult
 from sim_farm.registry import make_physics
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
@@ -120,7 +120,7 @@ class PhysicsWorker(Worker):
         base = int(slots["base_step"][env]) if slots["op"][env] == slot_layout.RESET else 0
         result = physics.reset(spec)
         if base:
-            result = physics.step(slots["history"][env, :base])
+            result = replayed(physics, slots["history"][env, :base])
             slots["episode_step"][env] = base
         self._note_beginning(env, result)
         self._observe(env, result)
@@ -253,8 +253,18 @@ class PhysicsWorker(Worker):
             return
         result = physics.reset(spec)
         if steps:
-            result = physics.step(slots["history"][env, :steps])
+            result = replayed(physics, slots["history"][env, :steps])
         self._note_beginning(env, result)
+
+
+def replayed(physics: Physics, actions: Float32) -> PhysicsResult:
+    """Execute the actions [n, A] of an episode, n at least 1, turn by turn. Returns the last result."""
+    done = 0
+    while True:
+        result = physics.step(actions[done:])
+        done += result.steps
+        if done == len(actions):
+            return result
 
 
 def _finite(result: PhysicsResult) -> bool:

@@ -44,6 +44,10 @@ class Counted(Learner):
         found = [*self.policy.parameters(), *(t for s in self.optimizer.state.values() for t in s.values() if t.ndim)]
         return sum(getattr(t, "to_local", lambda t=t: t)().numel() for t in found)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the last update."""
+        return {n: p.grad.clone() for n, p in self.policy.named_parameters() if p.grad is not None}
+
     def loss_of(self, batch: Trajectories) -> dict[str, float]:
         return self.update(batch, 0)
 

@@ -17,6 +17,7 @@ from embodied.execution.session import Session
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.context import make_policy
 from policies.contract import PolicySpec
+from tests.embodied import text_runs
 from tests.embodied.runs import (
     CORES,
     GROUPS,
@@ -132,6 +133,24 @@ def test_episodes_in_groups_too(name: str, ray: Session, reference: Reference, t
     assert_equal(found, reference(GROUPS, PLANS[name]))
     informative = [one.learned["learner/informative_groups"] for one in found.iterations]
     assert informative == [4.0] * ITERATIONS, "all four episode groups differ in their returns"
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Answers in tokens, in up to three turns, by a language model."""
+    model = text_runs.few_tokens(tmp_path_factory.mktemp("answering") / "model")
+    changes: dict[str, Any] = {"env": {"num_envs": 8, "max_episode_steps": 24}, "runtime": {"mode": "ray"}}
+    return text_runs.settings(model, "turns", workflow=GROUPS["workflow"], **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_answers_in_tokens_too(
+    name: str, answering: dict[str, Any], ray: Session, reference: Reference, tmp_path: Path
+) -> None:
+    found = run(answering, ray, PLANS[name], tmp_path / "ray")
+    assert_was_a_test(found)
+    assert_equal(found, reference(answering, PLANS[name]))
 
 
 # --- other batches: within rounding

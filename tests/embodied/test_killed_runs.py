@@ -34,7 +34,24 @@ def tiny_vla() -> dict[str, Any]:
     return {**data, "iterations": 4, "checkpoint_every": 1, **{key: data[key] | new for key, new in changes.items()}}
 
 
-RUNS = {"ppo": PPO, "grpo": GRPO, "vla": tiny_vla()}
+def countdown() -> dict[str, Any]:
+    """Countdown with two tries, by a network of a toy's size."""
+    data = load_config("countdown_grpo").model_dump(mode="json")
+    changes: dict[str, Any] = {
+        "env": {"task": "text/countdown_3_two_tries", "num_envs": 8, "max_episode_steps": 24},
+        "policy": {"chunk": 12},
+        "loss": {"reference_kl": 0.01},
+        "advantage": {"overlong_margin": 20},
+        "rollout": {"episode_group": 4, "episodes_per_env": 1},
+        "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3},
+        "eval": {"episodes": 2},
+        "runtime": {"mode": "inline", "trace": False},
+    }
+    merged = {key: data[key] | new for key, new in changes.items()}
+    return {**data, "workflow": "grpo_reference", "iterations": 4, "checkpoint_every": 1, **merged}
+
+
+RUNS = {"ppo": PPO, "grpo": GRPO, "vla": tiny_vla(), "countdown": countdown()}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +75,7 @@ def whole(name: str, known: dict[str, tuple[Path, Moments]], factory: pytest.Tem
         [("ppo", False, 0)],
         [("ppo", False, n) for n in range(15)]
         + [("ppo", True, n) for n in range(5)]
-        + [(name, save, n) for name in ("grpo", "vla") for save in (False, True) for n in range(3)],
+        + [(name, save, n) for name in ("grpo", "vla", "countdown") for save in (False, True) for n in range(3)],
     ),
 )
 def test_a_killed_run_goes_on_as_if_it_had_not_been(

@@ -61,6 +61,25 @@ def test_a_served_policys_evaluation_equals_its_own_line_for_line(
     assert_same_episodes(read_folder(tmp_path / "own"), read_folder(tmp_path / "remote"))
 
 
+@pytest.mark.slow  # records, trains and evaluates a vision-language-action model
+def test_a_served_vision_language_action_models_evaluation_equals_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = "record tabletop_scripted --env.task tabletop/reach_red --out demos --episodes 4"
+    sft = "sft pi0_small --data demos --name warm --sft.steps 2 --sft.batch 16 --eval.episodes 2 --eval.videos 0"
+    for command in (record, sft):
+        assert cli.main([*command.split(), "--runtime.mode", "inline"]) == 0
+    warm = tmp_path / "runs" / "warm"
+    own = config(settings_of(str(warm), tmp_path).model_dump(mode="json"), env={"num_envs": 4}, eval={"episodes": 6})
+    evaluate_run(str(warm), own, None, tmp_path, into=tmp_path / "own")
+    with serving(embodied.load_policy(warm)) as (address, _):
+        remote = asking(address, own, eval={"episodes": 6})
+        evaluate_run("remote", remote, None, tmp_path, into=tmp_path / "remote")
+    assert lines(tmp_path / "own") == lines(tmp_path / "remote")
+    assert lines(tmp_path / "own").count("\n") == 12  # two tasks
+
+
 def test_the_result_has_the_servers_metadata_and_the_time_that_it_took(run: Path, tmp_path: Path) -> None:
     settings = settings_of(str(run), tmp_path)
     with serving(embodied.load_policy(run), origin={"checkpoint_sha256": "abc"}) as (address, _):
@@ -210,11 +229,67 @@ print(json.dumps(sorted(client.get_server_metadata())))
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """openpi-client as the package index has it; beside the environment, since it asks for NumPy 1."""
+    """openpi-client and vla-eval as the package index has them; beside the environment, since the one asks for NumPy 1,
+    and the other's benchmarks for far more than its client does."""
     folder = tmp_path_factory.mktemp("published")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-    subprocess.run([*pip, "openpi-client==0.1.2", "typing-extensions"], check=True)
+    packages = ["openpi-client==0.1.2", "vla-eval==0.8.0", "lazyregistry==0.4.0", "anyio", "idna", "sniffio"]
+    subprocess.run([*pip, *packages, "typing-extensions"], check=True)
     yield folder
+
+
+VLA_EVAL = """
+import asyncio, json, sys
+import numpy as np
+from vla_eval.connection import Connection
+from vla_eval.protocol.numpy_codec import set_image_format
+
+set_image_format(sys.argv[4])
+sent = np.load(sys.argv[2])
+
+async def main():
+    got = []
+    async with Connection(f"ws://127.0.0.1:{sys.argv[1]}/vla-eval") as server:
+        for episode in range(2):
+            await server.start_episode({"task": {"name": "a task"}})
+            for row in range(len(sent["states"])):
+                images = {"agentview": sent["base"][row], "wrist": sent["wrist"][row]}
+                seen = {"images": images, "states": sent["states"][row], "task_description": "do something"}
+                got.append((await server.act(seen))["actions"])
+            await server.end_episode({"metrics": {"success": False}})
+        await server.start_episode({"task": {"name": "a task"}})
+        try:
+            await server.act({"images": {}})
+        except RuntimeError as error:
+            refused = str(error)
+    np.save(sys.argv[3], np.stack(got))
+    print(json.dumps([server.server_info["observation_params"], refused]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow  # asks the package index
+@pytest.mark.parametrize("pictures", ["png", "raw"])
+def test_vla_evals_published_client_gets_the_env_steps_of_the_chunks_that_act_gives(
+    published: Path, pictures: str, tmp_path: Path
+) -> None:
+    """A policy of chunks of three is asked five times an episode: it decides about the first and the fourth."""
+    loaded, sent = small_policy(chunk=3), observations(5)
+    base, wrist, states = (
+        np.stack([one[f"observation/{key}"] for one in sent]) for key in ("image", "wrist_image", "state")
+    )
+    np.savez(tmp_path / "sent.npz", base=base, wrist=wrist, states=states)
+    with serving(loaded) as (address, server):
+        given = [address.rpartition(":")[2], tmp_path / "sent.npz", tmp_path / "got.npy", pictures]
+        environment = {**os.environ, "PYTHONPATH": str(published)}
+        program = [sys.executable, "-c", VLA_EVAL, *map(str, given)]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+        assert server.latencies["requests"] == 4  # decisions, not env steps
+    asks, refused = json.loads(done.stdout)
+    assert asks == {"send_wrist_image": True, "send_state": True} and "the observation lacks" in refused
+    expected = np.concatenate([acted(loaded, sent[0]), acted(loaded, sent[3])[:2]])
+    assert np.array_equal(np.load(tmp_path / "got.npy"), np.concatenate([expected, expected]))
 
 
 @pytest.mark.slow  # asks the package index

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sim_farm.backends.text.countdown import COUNTDOWN, countdown, verify
+from policies.scripted.countdown import solutions
+from sim_farm.backends.text.countdown import COUNTDOWN, verify
 from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
 from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics
+from sim_farm.workers.physics_worker import replayed
 
 TOKENIZER = str(Path(__file__).parents[2] / "assets" / "countdown_lm")
 SPEC = TaskSpec("text/countdown_3", tokenizer=TOKENIZER)
+TWO_TRIES = TaskSpec("text/countdown_3_two_tries", tokenizer=TOKENIZER)
 END = answer_tokenizer(TOKENIZER).end
 
 
@@ -31,9 +36,10 @@ def tokens(text: str) -> np.ndarray:
     return np.array([*ids, END], np.float32)[:, None]
 
 
+@pytest.mark.parametrize("spec", [SPEC, TWO_TRIES], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("law", PHYSICS_LAWS, ids=lambda law: law.__name__)
-def test_physics_obeys(law):
-    law(SPEC)
+def test_physics_obeys(law, spec: TaskSpec):
+    law(spec)
 
 
 def test_the_end_token_ends_the_episode_and_the_verifier_scores_what_is_before_it():
@@ -54,6 +60,48 @@ def test_an_answer_that_is_cut_off_is_worth_nothing():
     assert result.truncated[-1] and not result.terminated.any() and not result.reward.any()
 
 
+def said(state: np.ndarray) -> str:
+    """The text of a state, with its special tokens."""
+    from tokenizers import Tokenizer
+
+    ids = [int(token) for token in state if token >= 0]
+    return Tokenizer.from_file(f"{TOKENIZER}/tokenizer.json").decode(ids, skip_special_tokens=False)
+
+
+def test_a_wrong_answer_is_replied_to_and_tried_again():
+    physics = make_physics(TWO_TRIES)
+    physics.reset(EpisodeSpec(3))
+    first = physics.step(np.concatenate([tokens("17-5"), tokens("11")]))
+    assert first.steps == len(tokens("17-5")) and not first.ended and not first.reward.any()
+    assert said(first.state) == "17-5<end>That is 12. Again: ", "the next prompt has the first turn"
+    second = physics.step(tokens("11"))
+    assert second.terminated[-1] and second.reward.tolist() == [0, 1] and second.success[-1]
+    physics.reset(EpisodeSpec(3))
+    assert said(physics.step(tokens("+")).state) == "+<end>That is wrong. Again: "
+    last = physics.step(tokens("5"))
+    assert last.terminated[-1] and not last.success.any() and last.steps == 2
+
+
+def test_turns_share_the_limit_of_an_episode():
+    physics = make_physics(replace(TWO_TRIES, max_episode_steps=5))
+    physics.reset(EpisodeSpec(3))
+    assert physics.step(tokens("17-5")[:3]).steps == 3
+    assert not physics.step(tokens("")).ended
+    cut_off = physics.step(tokens("11"))
+    assert cut_off.truncated[-1] and cut_off.steps == 1 and not cut_off.reward.any()
+
+
+def test_an_episode_of_turns_is_replayed_to_where_it_was():
+    one, other = make_physics(TWO_TRIES), make_physics(TWO_TRIES)
+    parts = [tokens("17-5"), tokens("5+17")[:2]]
+    for physics in (one, other):
+        physics.reset(EpisodeSpec(3))
+    expected = [one.step(part) for part in parts][-1]
+    found = replayed(other, np.concatenate(parts))
+    assert np.array_equal(found.state, expected.state) and found.instruction == expected.instruction
+    assert one.step(tokens("")).ended and other.step(tokens("")).ended
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -61,6 +109,7 @@ def test_an_answer_that_is_cut_off_is_worth_nothing():
         " 11 ",
         "(5-5+11)".replace("5-5+", ""),
         "11 = 11",
+        "17-5=12, 17-11=6, (11-5)-17, 11=11",
         "Let me think. <answer>17-5</answer> <answer>11</answer>",
     ],
 )
@@ -70,10 +119,25 @@ def test_a_right_answer_is_seen(answer):
 
 def test_every_problem_has_an_answer():
     for name, task in COUNTDOWN.items():
+        count = int(name.split("_")[1])
         for seed in range(50):
             problem = task.problem(seed)
             assert len(problem.text.encode()) <= task.prompt_bytes, name
-            assert problem == problem and countdown(int(name[-1]), seed).text == problem.text
+            assert problem.text == task.problem(seed).text
+            target, *numbers = map(int, re.findall("[0-9]+", problem.text))
+            found = solutions(target, tuple(sorted(numbers)))
+            assert len(numbers) == count and found, problem.text
+            judged = {problem.verify(answer) for answer in found}
+            assert judged == {0.0 if name.endswith("mismatched") else 1.0}, problem.text
+
+
+def test_held_out_problems_are_never_stated_in_training():
+    def stated(name: str) -> set[tuple[int, ...]]:
+        texts = (COUNTDOWN[name].problem(seed).text for seed in range(2000))
+        return {(target, *sorted(numbers)) for target, *numbers in (map(int, re.findall("[0-9]+", t)) for t in texts)}
+
+    train, unseen = stated("countdown_3"), stated("countdown_3_unseen")
+    assert len(train) > 1000 and len(unseen) > 500 and not train & unseen
 
 
 def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
@@ -107,6 +171,37 @@ def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
         f"={target}",
         f"{target}={target}",
         f"{a}={target}",
+        f"{a}+{b}+{c}={target},",
+        f"{a}+{b}+{c},{target}",
+        f"{a}+{b}+{c}={target}, {a}",
+        f"{a}+{b}+{c}={target}={target}",
+        f"{a}+{b}+{c}={target}.0",
+        f"{a}+{b}+{c}=0{target}",
+        f"{a}+{b}+{c}=\uff14\uff14",
+        f"{a}+{b}+{c};",
+        f"{a}+{b}\u200b+{c}",
+        f"{a}+{b}+{c}\x00",
+        f"{a}+{b}+({c}",
+        f"{a}+{b}+{c})",
+        f"({a},{b},{c})",
+        f"{a}+{b}+{c}+{c}-{c}",
+        f"{a}+{b}+{c}+0",
+        f"({a}+{b}+{c})*1",
+        f"{a}+{b}+{c}/({a}-{a})",
+        f"--{a}+{b}+{c}",
+        f"0{a}+{b}+{c}",
+        f"{a}+{b}+{c}//1",
+        f"{a}+{b}+{c}**1",
+        f"{a}_{b}+{c}",
+        "\u0667+\u0661\u0668+\u0661\u0669",
+        "\uff17+\uff11\uff18+\uff11\uff19",
+        "<answer></answer>" + f"<answer>{target}</answer>",
+        f"<answer>{a}+{b}+{c}</answer><answer>{a}</answer>",
+        f"<answer>{a}+{b}+{c}</ANSWER>",
+        "(" * 60 + f"{a}+{b}+{c}" + ")" * 59,
+        f"{a}+{b}+{c}" + " " * 300 + "+1",
+        f"{a}*{b}" + f"*{c}" * 40,
+        f"{10**30}-{10**30}+{target}",
         "__import__('os').system('true')",
         f"eval('{target}')",
         f"{target} # {a}",
@@ -133,10 +228,14 @@ def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
     ]
     signs = "+-*/() 0123456789=." + string.ascii_letters
     while len(found) < 1000:
-        kind = draw.randrange(3)
+        kind = draw.randrange(4)
         if kind == 0:  # numbers that are not there, or there once too often
             one, two = draw.choice(numbers), draw.randint(21, 99)
             found.append(f"{one}{draw.choice('+-*/')}{one}{draw.choice('+-')}{two}")
+        elif kind == 3:  # the right expression, with something that spoils it
+            right = f"{a}+{b}+{c}={target}"
+            place = draw.randrange(len(right) + 1)
+            found.append(right[:place] + draw.choice("\u0660\u00bd\u2212\uff0b\t\n;$_^!'\\x") + right[place:])
         elif kind == 1:
             found.append("".join(draw.choice(signs) for _ in range(draw.randint(1, 30))))
         else:
@@ -187,6 +286,7 @@ def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_pa
         (TaskSpec("text/countdown_3"), "set env.tokenizer to the folder"),
         (TaskSpec("text/countdown_3", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (TaskSpec("text/countdown_3", tokenizer=TOKENIZER, cameras=1), "is text and has no cameras"),
+        (replace(SPEC, max_episode_steps=0), "max_episode_steps"),
         (TaskSpec("text/countdown_9", tokenizer=TOKENIZER), "did you mean text/countdown_"),
         (TaskSpec("tabletop/reach", tokenizer=TOKENIZER), "tabletop/reach is not answered in tokens"),
     ],
@@ -202,6 +302,7 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
         ("", {}, "has no problems"),
         ('{"prompt": "x"}\n', {}, "row 1: no column 'answer'; it has prompt"),
         ("{", {}, "cannot be read"),
+        ('{"prompt": "x", "answer": "1"}\n', {"answer_tokens": 0}, "answer_tokens of a text task is at least 1, got 0"),
         ('{"prompt": "x", "answer": "1"}\n', {"verifier": "exactly"}, "a verifier is exact, math, or a function"),
     ],
 )

@@ -1,9 +1,9 @@
 """`text/<task>`: problems in words that are answered in tokens and scored by a verifier.
 
 An episode is one problem: its instruction states it, an action is one token, and the end-of-sequence token or the
-token limit ends it. There is no picture and no robot. Tasks: `countdown_3`, `countdown_4`, and, where the package is
-installed, reasoning-gym's generators as `reasoning_gym/<name>`. Problems from files are a backend of one's own
-(`problem_files`).
+token limit ends it. There is no picture and no robot. Tasks: `countdown_3`, `countdown_4`, `countdown_3_two_tries` (a
+wrong answer is replied to and tried again), and, where the package is installed, reasoning-gym's generators as
+`reasoning_gym/<name>`. Problems from files are a backend of one's own (`problem_files`).
 """
 
 from sim_farm.backends.text import reasoning_gym

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -33,12 +34,13 @@ def text_backend(name: str, tasks: Callable[[], Mapping[str, TextTask]]) -> Back
 
 
 class TextPhysics:
-    """One problem after the other. The state [L] is the answer's token ids so far, -1 where there is none yet.
+    """One problem after the other. The state [L] is the token ids after the problem so far, -1 where there is none yet.
 
-    The first end-of-sequence token ends the answer, and the episode; the verifier scores the text before it, and a
-    score of 1 is success. An answer that is cut off at the limit is worth nothing. A number that is no token's id is
-    the nearest one. There is no proprioception. A verifier that fails makes the reward NaN, an episode that the farm
-    counts as broken.
+    An end-of-sequence token ends the answer, and the episode; the verifier scores the text before it, and a score of 1
+    is success. In a task of several turns a wrong answer ends a turn, is worth nothing unless it is the last, and is
+    replied to: the reply's tokens follow it in the state, and are no env steps. An answer that is cut off at the limit
+    is worth nothing. A number that is no token's id is the nearest one. There is no proprioception. A verifier that
+    fails makes the reward NaN, an episode that the farm counts as broken.
     """
 
     def __init__(self, spec: TaskSpec, task: TextTask) -> None:
@@ -59,22 +61,27 @@ class TextPhysics:
             action_low=(0.0,),
             action_high=(float(self._tokenizer.size - 1),),
             proprio_dim=0,
-            state_dim=max(limit, task.answer_tokens),
+            state_dim=max(limit, task.answer_tokens) + (task.turns - 1) * task.reply_tokens,
             scene_bytes=0,
             cameras=(),
             max_episode_steps=limit,
             control_hz=TOKENS_PER_SECOND,
             discrete_actions=self._tokenizer.size,
             instruction_bytes=task.prompt_bytes,
+            turns=task.turns,
         )
         self._problem = task.problem(0)
-        self._tokens: list[int] = []
+        self._said: list[int] = []
+        """Tokens after the problem: answers and replies."""
+        self._turn = self._turn_begin = self._steps = 0
+        """Number of the turn, where it begins in `_said`, and env steps so far."""
         self._answered = self._solved = False
         self._under_way = False
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         self._problem = self._task.problem(episode.seed)
-        self._tokens, self._answered, self._solved, self._under_way = [], False, False, True
+        self._said, self._turn, self._turn_begin, self._steps = [], 0, 0, 0
+        self._answered, self._solved, self._under_way = False, False, True
         return self._result([], [], (False, False))
 
     def step(self, actions: Float32) -> PhysicsResult:
@@ -82,15 +89,15 @@ class TextPhysics:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
         rewards: list[float] = []
         solved: list[bool] = []
-        terminated = False
-        room = self.info.max_episode_steps - len(self._tokens)
+        terminated, turn = False, self._turn
+        room = self.info.max_episode_steps - self._steps
         for token in np.clip(np.rint(actions[:room, 0]), 0, self._tokenizer.size - 1).astype(np.int64).tolist():
             rewards.append(self._take(token))
             solved.append(self._solved)
             terminated = self._answered and not self.info.spec.ignore_terminations
-            if terminated:
+            if terminated or self._turn > turn:
                 break
-        cut_off = not terminated and len(self._tokens) == self.info.max_episode_steps
+        cut_off = not terminated and self._steps == self.info.max_episode_steps
         self._under_way = not (terminated or cut_off)
         return self._result(rewards, solved, (terminated, cut_off))
 
@@ -98,21 +105,27 @@ class TextPhysics:
         self._under_way = False
 
     def _take(self, token: int) -> float:
-        """The reward of one more token. What follows the end of the answer changes nothing."""
-        self._tokens.append(token)
+        """The reward of one more token. What follows the end of the last answer changes nothing."""
+        self._said.append(token)
+        self._steps += 1
         if self._answered or token != self._tokenizer.end:
             return 0.0
-        self._answered = True
-        reward = score(self._problem, self._tokenizer.text(self._tokens[:-1]))
+        answer = self._tokenizer.text(self._said[self._turn_begin : -1])
+        reward = score(self._problem, answer)
         self._solved = reward == 1.0
-        return reward
+        self._answered = self._solved or math.isnan(reward) or self._turn == self._task.turns - 1
+        if self._answered:
+            return reward
+        self._said += self._tokenizer.ids(self._problem.reply(answer))[: self._task.reply_tokens]
+        self._turn, self._turn_begin = self._turn + 1, len(self._said)
+        return 0.0
 
     def _result(self, rewards: list[float], solved: list[bool], ends: tuple[bool, bool]) -> PhysicsResult:
         flags = np.zeros((2, len(rewards)), np.bool_)
         if rewards:
             flags[:, -1] = ends
         state = np.full(self.info.state_dim, NO_TOKEN, np.float32)
-        state[: len(self._tokens)] = self._tokens
+        state[: len(self._said)] = self._said
         return PhysicsResult(
             reward=np.array(rewards, np.float32),
             success=np.array(solved, np.bool_),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sim_farm.contract import FarmError
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -13,7 +15,10 @@ class Problem:
     text: str
     """What is asked, in words."""
     verify: Callable[[str], float]
-    """Score in [0, 1] of an answer's text; 1.0 is solved. What it raises counts as 0 (`verifying`)."""
+    """Score in [0, 1] of an answer's text; 1.0 is solved. What it raises makes the episode a broken one (`verifying`).
+    """
+    reply: Callable[[str], str] = lambda answer: ""
+    """What is said to a wrong answer before the next turn."""
 
 
 @dataclass(frozen=True)
@@ -25,4 +30,14 @@ class TextTask:
     prompt_bytes: int
     """Longest statement of a problem, in UTF-8 bytes."""
     answer_tokens: int
-    """Tokens of an answer, the end-of-sequence token included, after which it is cut off."""
+    """Tokens of an answer, of all its turns and with their end-of-sequence tokens, after which it is cut off."""
+    turns: int = 1
+    """Answers that may be given, until one is solved."""
+    reply_tokens: int = 0
+    """Longest reply between two turns; a longer one is cut off."""
+
+    def __post_init__(self) -> None:
+        """Raises `FarmError`."""
+        for name, least in (("prompt_bytes", 1), ("answer_tokens", 1), ("turns", 1), ("reply_tokens", 0)):
+            if getattr(self, name) < least:
+                raise FarmError(f"{name} of a text task is at least {least}, got {getattr(self, name)}")

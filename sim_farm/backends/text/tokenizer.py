@@ -16,7 +16,7 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class AnswerTokenizer:
-    """Token ids to text. `size` counts the ids; `end` is the end-of-sequence token's."""
+    """Token ids to text, and text to token ids. `size` counts the ids; `end` is the end-of-sequence token's."""
 
     def __init__(self, folder: str) -> None:
         """Raises `FarmError` where the folder holds no tokenizer, or one without an end-of-sequence token."""
@@ -42,6 +42,10 @@ class AnswerTokenizer:
             raise FarmError(f"{path.parent / CONFIG} names no eos_token of {FILE}: an answer could not end")
         self.end = found
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def ids(self, text: str) -> list[int]:
+        """The token ids of the text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of the token ids; special tokens are left out."""
