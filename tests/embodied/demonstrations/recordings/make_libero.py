@@ -21,12 +21,11 @@ import h5py
 import yaml
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[3]), str(HERE)]
-
-from make_robomimic import moved, record  # noqa: E402
+sys.path.insert(0, str(HERE.parents[3]))
 
 from sim_farm.backends.libero.assets import assets  # noqa: E402
 from sim_farm.backends.libero.package import SETTINGS, SETTINGS_VARIABLE, prepare, settings_file  # noqa: E402
+from tests.embodied.demonstrations.recordings.make_robomimic import moved, record  # noqa: E402
 from tests.sim_farm.libero_stock import _lend_opengl  # noqa: E402
 
 WRONG = '"/".join(bddl_file_dir.split("bddl_files/")[:-1] + "bddl_files")'
