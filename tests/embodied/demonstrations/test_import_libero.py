@@ -16,12 +16,12 @@ from tests.embodied.demonstrations.test_import_maniskill import imported, libero
 
 @pytest.mark.slow
 def test_liberos_recording_comes_out_as_recorded(tmp_path: Path) -> None:
-    """States within 1e-8, although it begins five env steps after the reset, with the gripper half open. The gripper's
+    """States within 1e-7, although it begins five env steps after the reset, with the gripper half open. The gripper's
     convention is OpenVLA's."""
     source = libero(tmp_path)
     result = imported(source, tmp_path / "out", env={"gripper": "inverted"})
     assert result["task"] == "libero/libero_spatial/0" and result["reproduced"] == 1
-    assert result["largest_deviation"] < 1e-8
+    assert result["largest_deviation"] < 1e-7
     dataset = Dataset(tmp_path / "out")
     assert dataset.episodes[0].spec is None and dataset.column("next.success")[-1]
     with h5py.File(source) as file:

