@@ -24,6 +24,25 @@ def wilson(solved: int, episodes: int) -> tuple[float, float]:
     return float(interval.low), float(interval.high)
 
 
+def pass_at(k: int, attempts: int, solved: Sequence[int]) -> tuple[float, float, float]:
+    """pass@k of N problems, and its 95% interval: the mean of 1 - C(n - c, k) / C(n, k) over problems, of whose
+    n = `attempts` attempts c succeeded (`solved` [N]). It is unbiased (Chen et al. 2021, "Evaluating large language
+    models trained on code", equation 1).
+
+    The interval is Wilson's for N problems: a mean of shares varies no more than one of zeros and ones.
+    """
+    shares = [1.0 - math.comb(attempts - count, k) / math.comb(attempts, k) for count in solved]
+    mean = float(np.mean(shares))
+    return mean, *wilson_of(mean, len(shares))
+
+
+def wilson_of(share: float, count: int) -> tuple[float, float]:
+    """The 95% Wilson score interval of a mean of `count` numbers from 0 to 1."""
+    middle = (share + Z2 / (2 * count)) / (1 + Z2 / count)
+    half = math.sqrt(Z2 * (share * (1 - share) / count + Z2 / (4 * count * count))) / (1 + Z2 / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
 def typical(values: Sequence[float]) -> tuple[float, float, float]:
     """Median of what cannot be negative, and half the width of the mean's 95% interval to both sides of it, down to 0.
 

@@ -223,6 +223,11 @@ class EnvConfig(Section):
         return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
 
     @property
+    def tokenizer_folder(self) -> str | None:
+        """`tokenizer`; the project's own of that name (as in `policy.architecture`) where the current folder has none."""
+        return None if self.tokenizer is None else _own_folder(self.tokenizer)
+
+    @property
     def perturbed_axes(self) -> tuple[str, ...]:
         return _names(self.randomise)
 
@@ -245,6 +250,11 @@ class FarmConfig(Section):
     """Groups of environments of each task: one is simulated while another is inferred."""
     pin: bool = True
     """Pin each physics and render worker to a CPU core of its own."""
+
+
+def _own_folder(name: str) -> str:
+    """The project's own folder of that relative name, where the current folder has none."""
+    return str(HERE / name) if not Path(name).exists() and (HERE / name).is_dir() else name
 
 
 class PolicyConfig(Section):
@@ -275,17 +285,18 @@ class PolicyConfig(Section):
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative one that
-        the current folder does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
+        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder
+        that the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
         configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
-        named = self.options.get("checkpoint") if self.path is None else self.path
+        found = dict(self.options)
+        if isinstance(tokenizer := found.get("tokenizer"), str):
+            found["tokenizer"] = _own_folder(tokenizer)
+        named = found.get("checkpoint") if self.path is None else self.path
         if not isinstance(named, str):
-            return self.options
-        if not Path(named).exists() and (HERE / named).is_dir():
-            named = str(HERE / named)
-        elif self.path is not None:
-            named = str(checkpoint_folder(named, fetch=False))
-        return {**self.options, "checkpoint": named}
+            return found
+        own = _own_folder(named)
+        found["checkpoint"] = own if own != named or self.path is None else str(checkpoint_folder(named, fetch=False))
+        return found
 
 
 class RolloutConfig(Section):
@@ -471,10 +482,13 @@ class SFTConfig(Section):
     the upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
     insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
     """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
+    rows: Literal["steps", "decisions"] = "steps"
+    """Env steps of a demonstration that are learned from, as rows: `steps`, every one; `decisions`, those at which the
+    policy would decide: the first, and every policy.chunk-th after it."""
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
-    """Env steps whose action chunks are learned at once; optim.micro_batch divides it."""
+    """Rows whose action chunks are learned at once; optim.micro_batch divides it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -541,6 +555,9 @@ class EvalConfig(Section):
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
     each, and as many without. None: as the protocol says, or 100; under perturbations 50."""
+    attempts: Annotated[int, Field(ge=1)] = 1
+    """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
+    of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""
     init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
     """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
     protocol says, or from seeds alone."""
@@ -548,7 +565,8 @@ class EvalConfig(Section):
     """Episodes go on to the step limit, whether or not the task was solved before (ManiSkill's name): success at the
     end then differs from success once. False: success ends an episode."""
     greedy: bool | None = None
-    """Take the policy's mode, or sample; None: as the protocol says, or greedy."""
+    """Take the policy's mode, or sample; None: as the protocol says, or else greedy, unless there are several
+    attempts."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
     """Instruction of the policy in place of each task's own: another wording, or another task's, to see
     whether it reads."""

@@ -81,10 +81,10 @@ class Source:
     def episodes(self) -> tuple[int, ...]:
         return tuple(sorted(self.train + self.held_out))
 
-    def rows(self, episodes: Sequence[int]) -> Index:
-        """Rows of the dataset that belong to the episodes."""
+    def rows(self, episodes: Sequence[int], stride: int = 1) -> Index:
+        """Rows of the dataset that belong to the episodes: of each the first, and every `stride`-th after it."""
         found = [self.dataset.episodes[i] for i in episodes]
-        return np.concatenate([np.empty(0, np.int64), *(np.arange(e.begin, e.end) for e in found)])
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(e.begin, e.end, stride) for e in found)])
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Demonstrations:
     gripper: GripperMap = GripperMap()
     weights: tuple[float, ...] = ()
     """Weight of each source; empty: every row has the same weight."""
+    stride: int = 1
+    """Env steps from one row of an episode to the next that is learned from, or measured."""
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -125,7 +127,7 @@ class Demonstrations:
         """[rows learned from]: how often each is drawn, with the sum 1; None: all alike."""
         if not self.weights:
             return None
-        counts = [len(source.rows(source.train)) for source in self.sources]
+        counts = [len(source.rows(source.train, self.stride)) for source in self.sources]
         shares = np.array(self.weights) / sum(self.weights)
         return np.concatenate([np.full(n, share / n) for n, share in zip(counts, shares, strict=True) if n])
 
@@ -139,14 +141,15 @@ class Demonstrations:
                 yield places, replace(batch, actions=self.gripper.applied(batch.actions))
 
     def column(self, name: str) -> Float32:
-        """[rows learned from, ...] of a column that all datasets have; actions in the environment's convention."""
+        """[env steps of episodes learned from, ...] of a column that all datasets have; actions in the environment's
+        convention."""
         parts = [source.dataset.column(name)[source.rows(source.train)] for source in self.sources]
         found = np.concatenate([part.reshape(len(part), -1) for part in parts]).astype(np.float32, copy=False)
         return self.gripper.applied(found) if name == layout.ACTION else found
 
     def _rows(self, episodes: Sequence[Sequence[int]]) -> Index:
         parts = zip(self.sources, self.begins, episodes, strict=False)
-        return np.concatenate([source.rows(chosen) + begin for source, begin, chosen in parts])
+        return np.concatenate([source.rows(chosen, self.stride) + begin for source, begin, chosen in parts])
 
 
 def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) -> Dataset:

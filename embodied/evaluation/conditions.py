@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from embodied.evaluation.attempts import summarised
 from embodied.evaluation.protocol import Protocol
-from embodied.rollout.evaluator import EpisodeOutcome, summarise
+from embodied.rollout.evaluator import EpisodeOutcome
 from embodied.statistics import paired_difference
 
 Condition = tuple[str, int, int]
@@ -44,7 +45,12 @@ def conditions_data(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> l
     difference from the unperturbed episodes."""
     rows = []
     for (axis, level, step), pairs in paired(protocol, outcomes).items():
-        row = {"axis": axis, "level": level, "from_step": step, **summarise([other for _, other in pairs])}
+        row = {
+            "axis": axis,
+            "level": level,
+            "from_step": step,
+            **summarised([other for _, other in pairs], protocol.attempts),
+        }
         if all(one.success is not None for pair in pairs for one in pair):
             row |= difference([(other, plain) for plain, other in pairs])
         rows.append(row)

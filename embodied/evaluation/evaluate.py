@@ -20,6 +20,7 @@ from rich import get_console
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.errors import UserError
+from embodied.evaluation.attempts import summarised
 from embodied.evaluation.conditions import (
     compared_conditions,
     conditions_data,
@@ -46,7 +47,7 @@ from embodied.reporting.charts import standalone
 from embodied.reporting.conditions import read_conditions, success_by_level
 from embodied.reporting.live import duration, optional, steps, tell
 from embodied.reporting.tables import evaluation_table
-from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator, summarise
+from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
 from embodied.workflows.context import policy_spec, task_spec
@@ -365,20 +366,23 @@ def _tables(
     for task, own in by_task.items():
         by_suite.setdefault(suite_of(task), []).extend(own)
 
+    def summary(own: Sequence[EpisodeOutcome]) -> dict[str, float]:
+        return summarised(own, protocol.attempts)
+
     def trained(tasks: Iterable[str]) -> dict[str, Any]:
         return {"trained_on": together([starts[task] for task in tasks]).as_data()}
 
     tasks = [
-        {"task": task, "max_episode_steps": own[0].limit, **summarise(own), **trained([task])}
+        {"task": task, "max_episode_steps": own[0].limit, **summary(own), **trained([task])}
         for task, own in by_task.items()
     ]
     members = {suite: [task for task in by_task if suite_of(task) == suite] for suite in by_suite}
     return {
         "task": protocol.tasks[0] if len(tasks) == 1 else f"{len(tasks)} tasks",
-        **summarise(outcomes),
+        **summary(outcomes),
         **trained(protocol.tasks),
         "suites": [
-            {"suite": suite, "tasks": len(members[suite]), **summarise(own), **trained(members[suite])}
+            {"suite": suite, "tasks": len(members[suite]), **summary(own), **trained(members[suite])}
             for suite, own in by_suite.items()
         ],
         "tasks": tasks,

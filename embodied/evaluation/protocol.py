@@ -142,7 +142,7 @@ class Protocol:
     limits: Mapping[str, int | None]
     """Tasks in the order of their rows; env steps after which an episode is truncated, None: the task's own limit."""
     trials: int
-    """Episodes of each task."""
+    """Episodes of each task, all attempts counted."""
     init_states: tuple[int, ...] | None
     """Trial i begins from recorded state `init_states[i % len]`; None: from its seed alone."""
     env_seed: int | None
@@ -172,6 +172,8 @@ class Protocol:
     perturbations: Mapping[str, tuple[Perturbation, ...]] = field(default_factory=dict)
     """For each task that is perturbed, by what. Trials 0 to `trials` - 1 are unperturbed; so many under each
     perturbation follow, in their order, each the repetition of an unperturbed one."""
+    attempts: int = 1
+    """Trials, one after the other, that begin alike; noise tells them apart."""
     version: int = VERSION
 
     @property
@@ -207,18 +209,19 @@ class Protocol:
         states = self.init_states or (None,)
         return tuple(
             EpisodeSpec(
-                self._env_seed(trial, spec.seed),
-                states[trial % len(states)],
-                resets=trial if self.env_seed is not None and self.seeding == "once" else 0,
+                self._env_seed(start, spec.seed),
+                states[start % len(states)],
+                resets=start if self.env_seed is not None and self.seeding == "once" else 0,
                 unseeded_resets=self.unseeded_resets,
             )
-            for trial, spec in enumerate(evaluation_episodes(self.seed, self.trials))
+            for start, spec in enumerate(evaluation_episodes(self.seed, self.trials // self.attempts))
+            for _ in range(self.attempts)
         )
 
-    def _env_seed(self, trial: int, own: int) -> int:
+    def _env_seed(self, start: int, own: int) -> int:
         if self.env_seed is None:
             return own
-        return self.env_seed + trial if self.seeding == "rising" else self.env_seed
+        return self.env_seed + start if self.seeding == "rising" else self.env_seed
 
     def shown_to(self, config: Config) -> Protocol:
         """A protocol of the same episodes with the configuration's cameras and chunk."""
@@ -269,7 +272,7 @@ class Protocol:
         there = f"its recorded initial states are 0 to {info.init_states - 1}"
         if not info.init_states:
             there = "it has no recorded initial states: its episodes begin from their seeds"
-        missing = sorted({i for i in self.init_states[: self.trials] if i >= info.init_states})
+        missing = sorted({i for i in self.init_states[: self.trials // self.attempts] if i >= info.init_states})
         if missing:
             raise UserError(
                 f"{task} has no initial state {', '.join(map(str, missing))}; {there}. Change --eval.init-states"
@@ -279,12 +282,15 @@ class Protocol:
         """The protocol in a sentence, for people; `limits` are the tasks' own maximum steps, once they are known."""
         measure = self.success_line if has_success else "measured by the return: the tasks have no success"
         published = PRESETS.get(self.name or "")
-        trials = f"{self.trials} trials a task"
-        if published is not None and self.trials != published.trials:
+        starts = self.trials // self.attempts
+        trials = f"{starts} trials a task"
+        if published is not None and starts != published.trials:
             trials += f" (published: {published.trials})"
+        if self.attempts > 1:
+            trials += f", each attempted {self.attempts} times,"
         seeds = self._seeds_line()
         if self.init_states is not None:
-            seeds = f"initial states {_ranges(self.init_states[: self.trials])}, {seeds}"
+            seeds = f"initial states {_ranges(self.init_states[:starts])}, {seeds}"
         instruction = "" if self.instruction is None else f", instruction {self.instruction!r}"
         known = sorted(set(limits or (n for n in self.limits.values() if n is not None)))
         longest = "/".join(map(str, known)) or "the task's own"
@@ -357,7 +363,7 @@ def protocol_of(config: Config) -> Protocol:
     own = Protocol(
         name=GENERALISATION if settings.protocol == GENERALISATION else None,
         limits=dict.fromkeys(tasks, env.max_episode_steps),
-        trials=settings.episodes or (PERTURBED_TRIALS if perturbations else 100),
+        trials=settings.attempts * (settings.episodes or (PERTURBED_TRIALS if perturbations else 100)),
         init_states=settings.recorded_states,
         env_seed=None,
         settle_steps=env.settle_steps,
@@ -366,12 +372,13 @@ def protocol_of(config: Config) -> Protocol:
         gripper=env.gripper,
         control_mode=env.control_mode,
         reward=env.reward,
-        greedy=True if settings.greedy is None else settings.greedy,
+        greedy=settings.attempts == 1 if settings.greedy is None else settings.greedy,
         seed=config.seed,
         instruction=settings.instruction,
         cameras=_cameras(config),
         chunk=config.policy.chunk,
         ignore_terminations=settings.ignore_terminations,
+        attempts=settings.attempts,
         task_digests={task: found.digest for task, found in files.items() if found is not None},
         perturbations=perturbations,
     )
@@ -386,6 +393,11 @@ def protocol_of(config: Config) -> Protocol:
             "only one that reads the instruction can take another"
         )
     protocol = _published(own, settings.protocol, config) if settings.protocol in PRESETS else own
+    if protocol.greedy and protocol.attempts > 1:
+        raise UserError(
+            f"eval.attempts is {protocol.attempts}, and greedy attempts at a trial are all the same: set --eval.greedy "
+            "False"
+        )
     states = protocol.init_states
     distinct = 0 if states is None else len(set(states[: protocol.trials]))
     if states is not None and protocol.greedy and protocol.trials > distinct:
@@ -456,7 +468,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
         own,
         name=name,
         limits=limits,
-        trials=config.eval.episodes or preset.trials,
+        trials=own.attempts * (config.eval.episodes or preset.trials),
         init_states=config.eval.recorded_states or tuple(range(preset.trials)),
         env_seed=preset.env_seed,
         seeding=preset.seeding,
@@ -466,7 +478,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
         orientation=preset.orientation,
         image_size=preset.image_size,
         gripper=preset.gripper or own.gripper,
-        greedy=preset.greedy if config.eval.greedy is None else config.eval.greedy,
+        greedy=preset.greedy and own.attempts == 1 if config.eval.greedy is None else config.eval.greedy,
     )
 
 
@@ -526,13 +538,14 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 
 
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
-    """The protocol's fields; without an instruction where each task has its own, and without perturbations where there
-    are none."""
+    """The protocol's fields; without an instruction where each task has its own, without perturbations where there are
+    none, and without attempts where there is one."""
     absent = [
         name
         for name, there in (
             ("instruction", protocol.instruction is not None),
             ("perturbations", protocol.perturbations),
+            ("attempts", protocol.attempts > 1),
         )
         if not there
     ]

@@ -24,6 +24,9 @@ def evaluation_table(result: Mapping[str, Any]) -> str:
     if len(result["suites"]) > 1:
         rows.append(_row("**all**", result, by_success))
     lines = table(head, rows)
+    if passes := [name for name in result if name.startswith("pass@") and f"{name}_low" in result]:
+        cells = [(item["task"], *(cell for name in passes for cell in _rate(item, name))) for item in result["tasks"]]
+        lines += ["", *table(("task", *(cell for name in passes for cell in (f"{name} %", "95% interval"))), cells)]
     intervals = "Wilson" if by_success else "Student's t"
     lines += ["", f"Protocol {result['protocol_line']}; intervals: {intervals}."]
     lines += ["", f"Policy: {result['policy_line']}."]

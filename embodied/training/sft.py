@@ -82,7 +82,8 @@ def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
     if not config.sft.data:
         raise UserError("no demonstrations are named: --data FOLDER (a dataset, as `embodied record` writes them)")
     sources = open_sources(config.sft, config.seed, lambda dataset: _check_fits(dataset, config, info))
-    return Demonstrations(sources, gripper_map(config.sft.gripper, info), config.sft.weights)
+    stride = config.policy.chunk if config.sft.rows == "decisions" else 1
+    return Demonstrations(sources, gripper_map(config.sft.gripper, info), config.sft.weights, stride)
 
 
 def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:

@@ -67,7 +67,7 @@ def task_spec(config: Config) -> TaskSpec:
         env.settle_steps,
         env.orientation,
         env.gripper,
-        tokenizer=env.tokenizer,
+        tokenizer=env.tokenizer_folder,
         perturbations=randomisation(config),
     )
 

@@ -32,10 +32,11 @@ from sim_farm.episodes import ListedEpisodes, evaluation_episodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers import faults
 from tests.embodied import evaluations
-from tests.embodied.evaluations import assert_same_episodes, config, evaluated
+from tests.embodied.evaluations import assert_same_episodes, config, evaluated, refusal
 from tests.variants import often
 
 COMMAND = Path(sys.executable).parent / "embodied"
+COUNTDOWN = str(Path(__file__).parents[2] / "assets" / "countdown_lm")
 run = evaluations.run  # the fixture
 
 
@@ -62,6 +63,27 @@ def test_workers_groups_and_mode_change_no_bit_of_an_episode(run: Path, how: dic
     evaluate_run(str(run), other, None, tmp_path, into=tmp_path / "other")
     assert len(read_folder(tmp_path / "one").outcomes) == 21
     assert_same_episodes(read_folder(tmp_path / "one"), read_folder(tmp_path / "other"))
+
+
+def test_attempts_begin_alike_and_differ_by_noise(tmp_path: Path) -> None:
+    text = {"task": "text/countdown_3", "tokenizer": COUNTDOWN, "max_episode_steps": 8, "num_envs": 4}
+    policy = {"kind": "language", "chunk": 8, "reads": ["instruction"], "options": {"checkpoint": COUNTDOWN}}
+    found = evaluated(
+        tmp_path / "several", config(env=text, policy=policy, eval={"episodes": 3, "attempts": 4, "greedy": None})
+    )
+    episodes = found.in_order()
+    assert len(episodes) == 12 and len({one.spec.seed for one in episodes}) == 3
+    for first in range(0, 12, 4):
+        answers = {found.actions(one).tobytes() for one in episodes[first : first + 4]}
+        assert len({one.spec for one in episodes[first : first + 4]}) == 1 and len(answers) == 4
+    result = json.loads((tmp_path / "several" / "eval.json").read_text())
+    assert [name for name in result if name.endswith("_high") and "@" in name] == [
+        "pass@1_high", "pass@2_high", "pass@4_high"
+    ]  # fmt: skip
+    assert "3 trials a task, each attempted 4 times" in result["protocol_line"]
+    assert "pass@4 %" in (tmp_path / "several" / "eval.md").read_text()
+    again = config(env=text, policy=policy, eval={"episodes": 3, "attempts": 4, "greedy": True})
+    assert "set --eval.greedy False" in refusal(tmp_path / "greedy", again)
 
 
 def test_an_episode_does_not_depend_on_the_other_tasks_of_an_evaluation(tmp_path: Path) -> None:

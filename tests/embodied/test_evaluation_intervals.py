@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.statistics import paired_difference, typical, wilson
+from embodied.statistics import paired_difference, pass_at, typical, wilson
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -22,6 +23,16 @@ def test_wilson_is_the_published_formula() -> None:
         centre = (p + z * z / (2 * n)) / (1 + z * z / n)
         half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
         assert wilson(solved, n) == pytest.approx((centre - half, centre + half), abs=1e-9)
+
+
+def test_pass_at_k_is_the_mean_over_every_choice_of_k_attempts() -> None:
+    attempts, solved = 6, [0, 1, 3, 6]
+    tried = [[number < count for number in range(attempts)] for count in solved]
+    for k in (1, 2, 5, 6):
+        choices = [any(chosen) for problem in tried for chosen in itertools.combinations(problem, k)]
+        share, low, high = pass_at(k, attempts, solved)
+        assert share == pytest.approx(np.mean(choices)) and 0 <= low < share < high <= 1
+    assert pass_at(1, 1, [1, 0, 0, 1, 1])[1:] == pytest.approx(wilson(3, 5))
 
 
 def test_without_episodes_everything_is_possible() -> None:

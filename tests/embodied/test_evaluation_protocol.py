@@ -62,7 +62,7 @@ def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> Non
         "settle_steps": 2, "orientation": "stock", "image_size": 99, "gripper": "binary", "control_mode": "m",
         "reward": "sparse", "greedy": False, "seed": 5, "instruction": "wave",
         "seeding": "once", "unseeded_resets": 1, "cameras": 2, "chunk": 3, "version": 1,
-        "ignore_terminations": True, "task_digests": {"tabletop/reach": "0"},
+        "ignore_terminations": True, "attempts": 2, "task_digests": {"tabletop/reach": "0"},
         "perturbations": {"tabletop/reach": (Perturbation("words", 1, words="please {}"),)},
     }  # fmt: skip
     assert others.keys() == {f.name for f in fields(Protocol)}

@@ -248,6 +248,13 @@ def test_what_a_checkpoint_leaves_open_is_reported_once(caplog: pytest.LogCaptur
     assert "policy.options.normalisation: quantile" in sentence
 
 
+@pytest.mark.parametrize("name", ["sft", "ppo", "grpo", "dapo", "reinforce"])
+def test_the_recipes_of_countdown_are_runs_of_one_network(name: str) -> None:
+    found = dry_run(load_config(f"countdown_{name}"))
+    assert found["policy"]["reads"] == "instruction [B texts]" and found["policy"]["action_chunk"] == "[B, 60, 1]"
+    assert 1e6 < found["policy"]["trained"] < 5e6
+
+
 def test_a_dry_run_says_shapes_memory_and_placement_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     found = dry_run(load_config("openvla_small"))
     assert [task["name"] for task in found["tasks"]] == ["tabletop/reach_red", "tabletop/reach_blue"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim_farm.backends.text.countdown import COUNTDOWN, countdown, verify
+from policies.scripted.countdown import solutions
+from sim_farm.backends.text.countdown import COUNTDOWN, verify
 from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
 from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
@@ -107,6 +109,7 @@ def test_an_episode_of_turns_is_replayed_to_where_it_was():
         " 11 ",
         "(5-5+11)".replace("5-5+", ""),
         "11 = 11",
+        "17-5=12, 17-11=6, (11-5)-17, 11=11",
         "Let me think. <answer>17-5</answer> <answer>11</answer>",
     ],
 )
@@ -116,10 +119,25 @@ def test_a_right_answer_is_seen(answer):
 
 def test_every_problem_has_an_answer():
     for name, task in COUNTDOWN.items():
+        count = int(name.split("_")[1])
         for seed in range(50):
             problem = task.problem(seed)
             assert len(problem.text.encode()) <= task.prompt_bytes, name
-            assert problem == problem and countdown(int(name.split("_")[1]), seed).text == problem.text
+            assert problem.text == task.problem(seed).text
+            target, *numbers = map(int, re.findall("[0-9]+", problem.text))
+            found = solutions(target, tuple(sorted(numbers)))
+            assert len(numbers) == count and found, problem.text
+            judged = {problem.verify(answer) for answer in found}
+            assert judged == {0.0 if name.endswith("mismatched") else 1.0}, problem.text
+
+
+def test_held_out_problems_are_never_stated_in_training():
+    def stated(name: str) -> set[tuple[int, ...]]:
+        texts = (COUNTDOWN[name].problem(seed).text for seed in range(2000))
+        return {(target, *sorted(numbers)) for target, *numbers in (map(int, re.findall("[0-9]+", t)) for t in texts)}
+
+    train, unseen = stated("countdown_3"), stated("countdown_3_unseen")
+    assert len(train) > 1000 and len(unseen) > 500 and not train & unseen
 
 
 def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
@@ -153,6 +171,37 @@ def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
         f"={target}",
         f"{target}={target}",
         f"{a}={target}",
+        f"{a}+{b}+{c}={target},",
+        f"{a}+{b}+{c},{target}",
+        f"{a}+{b}+{c}={target}, {a}",
+        f"{a}+{b}+{c}={target}={target}",
+        f"{a}+{b}+{c}={target}.0",
+        f"{a}+{b}+{c}=0{target}",
+        f"{a}+{b}+{c}=\uff14\uff14",
+        f"{a}+{b}+{c};",
+        f"{a}+{b}\u200b+{c}",
+        f"{a}+{b}+{c}\x00",
+        f"{a}+{b}+({c}",
+        f"{a}+{b}+{c})",
+        f"({a},{b},{c})",
+        f"{a}+{b}+{c}+{c}-{c}",
+        f"{a}+{b}+{c}+0",
+        f"({a}+{b}+{c})*1",
+        f"{a}+{b}+{c}/({a}-{a})",
+        f"--{a}+{b}+{c}",
+        f"0{a}+{b}+{c}",
+        f"{a}+{b}+{c}//1",
+        f"{a}+{b}+{c}**1",
+        f"{a}_{b}+{c}",
+        "\u0667+\u0661\u0668+\u0661\u0669",
+        "\uff17+\uff11\uff18+\uff11\uff19",
+        "<answer></answer>" + f"<answer>{target}</answer>",
+        f"<answer>{a}+{b}+{c}</answer><answer>{a}</answer>",
+        f"<answer>{a}+{b}+{c}</ANSWER>",
+        "(" * 60 + f"{a}+{b}+{c}" + ")" * 59,
+        f"{a}+{b}+{c}" + " " * 300 + "+1",
+        f"{a}*{b}" + f"*{c}" * 40,
+        f"{10**30}-{10**30}+{target}",
         "__import__('os').system('true')",
         f"eval('{target}')",
         f"{target} # {a}",
@@ -179,10 +228,14 @@ def wrong_answers(numbers: tuple[int, ...], target: int) -> list[str]:
     ]
     signs = "+-*/() 0123456789=." + string.ascii_letters
     while len(found) < 1000:
-        kind = draw.randrange(3)
+        kind = draw.randrange(4)
         if kind == 0:  # numbers that are not there, or there once too often
             one, two = draw.choice(numbers), draw.randint(21, 99)
             found.append(f"{one}{draw.choice('+-*/')}{one}{draw.choice('+-')}{two}")
+        elif kind == 3:  # the right expression, with something that spoils it
+            right = f"{a}+{b}+{c}={target}"
+            place = draw.randrange(len(right) + 1)
+            found.append(right[:place] + draw.choice("\u0660\u00bd\u2212\uff0b\t\n;$_^!'\\x") + right[place:])
         elif kind == 1:
             found.append("".join(draw.choice(signs) for _ in range(draw.randint(1, 30))))
         else:

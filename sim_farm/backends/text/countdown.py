@@ -1,13 +1,14 @@
 """Countdown: reach a target from given numbers by +, -, * and /, each number used at most once.
 
-An answer is an expression such as `(3 + 5) * 7`; `= 56` may follow it, and if the text has `<answer>` tags, what stands
-in the last pair counts. It is read by the parser below: digits, the four signs, brackets and blanks of ASCII, computed
-in fractions. Anything else is a wrong answer.
+An answer is an expression such as `(3 + 5) * 7`; `= 56` may follow it. If several are tried with commas between, the
+last counts, and if the text has `<answer>` tags, what stands in the last pair. It is read by the parser below: digits,
+the four signs, brackets and blanks of ASCII, computed in fractions. Anything else is a wrong answer.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from fractions import Fraction
 from functools import partial
 
@@ -18,21 +19,33 @@ from sim_farm.backends.text.problems import Problem, TextTask
 LARGEST = 20
 """Numbers are drawn from 1 to this."""
 LARGEST_TARGET = 100
+HELD_OUT = 8
+"""One problem in so many is held out, by a checksum of its target and numbers."""
 LONGEST = 200
 """Characters of an expression; a longer one is wrong. Bounds the parser's depth too."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 TOKEN = re.compile(r"[0-9]+|[-+*/()]", re.ASCII)
 
 
-def countdown(count: int, seed: int) -> Problem:
-    """The problem of the seed: `count` numbers, and a target from 1 to `LARGEST_TARGET` that all of them reach."""
+def countdown(count: int, unseen: bool, seed: int) -> Problem:
+    """The problem of the seed: `count` numbers, and a target from 1 to `LARGEST_TARGET` that all of them reach.
+    `unseen`: one of the problems that are held out, which without it no seed states, in whatever order."""
     rng = np.random.default_rng([seed, count])
     while True:
         numbers = rng.integers(1, LARGEST + 1, count).tolist()
         target = _reached(rng, numbers)
-        if target is not None:
+        if target is None:
+            continue
+        held_out = zlib.crc32(f"{target} {sorted(numbers)}".encode()) % HELD_OUT == 0
+        if held_out == unseen:
             text = f"Make {target} from {', '.join(map(str, numbers))}."
             return Problem(text, partial(verify, tuple(numbers), target), reply)
+
+
+def mismatched(count: int, seed: int) -> Problem:
+    """A held-out problem that is judged as another one: a control, in which reading does not help."""
+    stated, judged = (countdown(count, True, one) for one in (seed, seed + 1))
+    return Problem(stated.text, judged.verify)
 
 
 def verify(numbers: tuple[int, ...], target: int, answer: str) -> float:
@@ -64,7 +77,7 @@ def reply(answer: str) -> str:
 def _expression(answer: str) -> str:
     """What counts of an answer."""
     tagged = ANSWER.findall(answer)
-    return (tagged[-1] if tagged else answer).strip(" ")
+    return (tagged[-1] if tagged else answer).rpartition(",")[2].strip(" ")
 
 
 def _reached(rng: np.random.Generator, numbers: list[int]) -> int | None:
@@ -147,9 +160,16 @@ class _Parser:
 
 
 COUNTDOWN = {
-    f"countdown_{count}": TextTask(partial(countdown, count), prompt_bytes=64, answer_tokens=64) for count in (3, 4)
+    f"countdown_{count}{name}": TextTask(problem, prompt_bytes=64, answer_tokens=64)
+    for count in (3, 4)
+    for name, problem in (
+        ("", partial(countdown, count, False)),
+        ("_unseen", partial(countdown, count, True)),
+        ("_mismatched", partial(mismatched, count)),
+    )
 } | {
     "countdown_3_two_tries": TextTask(
-        partial(countdown, 3), prompt_bytes=64, answer_tokens=64, turns=2, reply_tokens=32
+        partial(countdown, 3, False), prompt_bytes=64, answer_tokens=64, turns=2, reply_tokens=32
     )
 }
+"""`_unseen`: the held-out problems; `_mismatched`: these, each judged as another."""

@@ -503,6 +503,16 @@ def test_each_dataset_is_represented_among_the_held_out(ours: Path, reach: Envir
     assert [len(source.held_out) for source in found.sources] == [1, 1]
 
 
+def test_rows_of_decisions_begin_with_an_episode_and_are_a_chunk_apart(ours: Path, reach: Environment) -> None:
+    settings = {**SETTINGS, "policy": {**SETTINGS["policy"], "chunk": 4}}
+    every = read_demonstrations(config_of(ours, settings=settings, holdout=0.3), reach.info)
+    found = read_demonstrations(config_of(ours, settings=settings, holdout=0.3, rows="decisions"), reach.info)
+    (source,) = found.sources
+    episodes = [source.dataset.episodes[number] for number in source.train]
+    assert found.train.tolist() == [row for e in episodes for row in range(e.begin, e.end, 4)]
+    assert len(found.held_out) < len(every.held_out) and np.array_equal(found.column("action"), every.column("action"))
+
+
 def test_weights_say_how_often_a_dataset_is_drawn(ours: Path, reach: Environment, tmp_path: Path) -> None:
     config = config_of(ours, ours, episodes=["0-1", "2-7"], weights=[3, 1])
     found = read_demonstrations(config, reach.info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import shutil
 from dataclasses import replace
@@ -30,6 +31,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
 }
+
+
+NEVER = -1
+"""A token that no answer ends with."""
 
 
 def written(folder: Path, family: str = "qwen2") -> Path:
@@ -84,9 +89,12 @@ def test_the_likeliest_tokens_are_those_of_transformers(policy, tmp_path: Path):
     policy.export(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     said = policy.act(inputs(), None).trace["tokens"]
+    spare = list(range(policy.prompts.size, policy.model.vocabulary))  # rows of the head that no tokenizer knows
     for row, text in enumerate(ASKED):
         asked = torch.tensor([policy.prompts.tokens(text)])
-        wanted = model.generate(asked, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=2)
+        wanted = model.generate(
+            asked, max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=2, suppress_tokens=spare
+        )
         wanted = wanted[0, asked.shape[1] :]
         assert torch.equal(said[row, : len(wanted)], wanted) and (said[row, len(wanted) :] == 2).all()
 
@@ -122,6 +130,24 @@ def test_a_row_that_rests_costs_one_token(policy):
     action = policy.act(replace(inputs(2), instruction=(ASKED[0], "")), noise(2))
     assert torch.equal(action.chunk[0], policy.act(inputs(1), noise(2)[:1]).chunk[0])
     assert (action.trace["tokens"][1, 1:] == policy.prompts.end).all() and not action.log_prob[1, 1:].any()
+
+
+def test_a_call_takes_the_turns_that_the_planner_counts(policy, monkeypatch: pytest.MonkeyPatch):
+    limits, turns = (2, 12, 1, 5, 3, 9, 1, 4, 12, 2, 6), 0
+    logits = policy.model.logits
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        nonlocal turns
+        turns += 1
+        return logits(states)
+
+    monkeypatch.setattr(policy.model, "logits", counted)
+    asked = [policy.prompts.tokens(ASKED[0])] * len(limits)
+    generate(policy.model, asked, 12, NEVER, None, Sampling(rows=3), limits)
+    ready = [0, 0, 0]  # list scheduling, as schedulers.turns has it
+    for limit in limits:
+        heapq.heapreplace(ready, ready[0] + limit)
+    assert turns == max(ready)
 
 
 def test_tokens_are_drawn_with_their_probabilities():
@@ -192,4 +218,4 @@ def test_what_cannot_be_is_refused(spec: PolicySpec, options: dict[str, Any], me
 def test_a_prompt_longer_than_the_context_is_refused():
     policy = policies.build("language", SPEC, 0, checkpoint=str(MODEL))
     with pytest.raises(PolicyError, match="more than the model's context of 256"):
-        policy.act(Inputs(instruction=("Make 1 from 1. " * 40,)), None)
+        policy.act(Inputs(instruction=("Make 1 from 1. " * 60,)), None)
