@@ -210,9 +210,10 @@ def divergence(samples: Samples, log_prob: Tensor) -> tuple[float, int]:
 
     `log_prob` [N, C, A] are the learner's, of the weights that the acting policy has too.
     """
-    acted, mask = reduce_to_unit(samples.log_prob, samples.executed, "action")
-    learners, _ = reduce_to_unit(log_prob, samples.executed, "action")
-    return float(k3(acted, learners)[mask].double().sum()), int(mask.sum())
+    # In float64: what is measured is of the size of float32's rounding where the two are the same program.
+    acted, mask = reduce_to_unit(samples.log_prob.double(), samples.executed, "action")
+    learners, _ = reduce_to_unit(log_prob.double(), samples.executed, "action")
+    return float(k3(acted, learners)[mask].sum()), int(mask.sum())
 
 
 OBJECTIVES: dict[str, Objective] = {"ratio": ratio, "contrast": contrast}

@@ -224,7 +224,7 @@ class EnvConfig(Section):
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """`tokenizer`; the project's own of that name (`assets/countdown_lm`) where the current folder has none."""
+        """`tokenizer`; the project's own of that name where the current folder has none (`policy.architecture`)."""
         return None if self.tokenizer is None else _own_folder(self.tokenizer)
 
     @property

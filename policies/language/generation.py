@@ -39,7 +39,8 @@ class Answers:
     log_prob: Tensor
     """float32 [B, C]; 0 beyond an answer's end."""
     states: Tensor
-    """[B, C, D]: the states that the tokens were drawn from; 0 beyond an answer's end."""
+    """[B, C, D], or [B, 1, D] of each first token: the states that the tokens were drawn from; 0 beyond an answer's
+    end."""
 
 
 def choose(logits: Tensor, noise: Tensor | None, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -74,9 +75,11 @@ def generate(
     noise: Tensor | None,
     sampling: Sampling,
     limits: Sequence[int] | None = None,
+    first_states: bool = False,
 ) -> Answers:
     """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C]; None: the likeliest.
-    `limits`: the most tokens of each, at most C; None: C.
+    `limits`: the most tokens of each, at most C; None: C. `first_states`: states of first tokens alone, since those of
+    many long answers fill a GPU.
 
     What a row says depends on its prompt and its noise, not on its neighbours, but for the rounding of matrix products.
     """
@@ -85,7 +88,7 @@ def generate(
     most = torch.tensor([count] * batch if limits is None else limits, device=device)
     tokens = torch.full((batch, count), end, dtype=torch.int64, device=device)
     log_prob = torch.zeros(batch, count, device=device)
-    states = torch.zeros(batch, count, model.width, dtype=model.dtype, device=device)
+    states = torch.zeros(batch, 1 if first_states else count, model.width, dtype=model.dtype, device=device)
     cache = RowCache(model, size, max(map(len, prompts)) + count)
     row = torch.empty(0, dtype=torch.int64, device=device)  # [S'] the prompt that each place of the cache answers
     said, length = row.clone(), row.clone()  # tokens of each answer so far, and of prompt and answer
@@ -101,13 +104,15 @@ def generate(
             said = torch.cat([said, said.new_zeros(len(new))])
             length = torch.cat([length, torch.tensor([len(prompt) for prompt in asked], device=device)])
         chosen, scores = choose(model.logits(now), None if noise is None else noise[row, said], sampling)
-        tokens[row, said], log_prob[row, said], states[row, said] = chosen, scores, now
+        tokens[row, said], log_prob[row, said] = chosen, scores
+        kept = (said < states.shape[1]).nonzero().squeeze(1)
+        states[row[kept], said[kept]] = now[kept]
         said = said + 1
         goes_on = (chosen != end) & (said < most[row])
         if not bool(goes_on.all()):
-            kept = _close_up(goes_on)
-            cache.keep(kept)
-            row, said, length, chosen = row[kept], said[kept], length[kept], chosen[kept]
+            order = _close_up(goes_on)
+            cache.keep(order)
+            row, said, length, chosen = row[order], said[order], length[order], chosen[order]
         now = _continue(model, cache, chosen, length) if len(row) else now[:0]
         length = length + 1
     return Answers(tokens, log_prob, states)

@@ -185,7 +185,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
         noise = None if noise is None else checked_noise(noise, self.noise_dim)
         sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
         limits = [self.spec.chunk if text else 1 for text in inputs.instruction]  # nothing is asked of one that rests
-        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling, limits)
+        first = not self.options.value_per_action
+        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling, limits, first)
         values = self._valued(answers.states)
         return Action(
             answers.tokens.float()[..., None],

@@ -167,8 +167,9 @@ def test_a_prompt_longer_than_the_model_takes_is_one_message(tmp_path: Path) -> 
     [("env", "max_episode_steps", "max_episode_steps"), ("policy", "chunk", "chunk")],
 )
 def test_a_limit_of_zero_is_one_message(section: str, key: str, says: str, model: Path) -> None:
+    changes: dict[str, Any] = {section: {key: 0}}
     with pytest.raises(UserError, match=f"{says}: Input should be greater than or equal to 1"):
-        parse_config(settings(model) | {section: settings(model)[section] | {key: 0}}, "test")
+        parse_config(settings(model, **changes), "test")
 
 
 def test_a_verifier_that_fails_is_counted_and_named(model: Path, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def other_vocabulary(folder: Path, into: Path) -> Path:
     shutil.copytree(folder, into)
     tokenizer = json.loads((into / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["Make "], vocabulary[" from "] = vocabulary[" from "], vocabulary["Make "]
+    vocabulary["3"], vocabulary["8"] = vocabulary["8"], vocabulary["3"]
     (into / "tokenizer.json").write_text(json.dumps(tokenizer))
     return into
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import shutil
 from dataclasses import replace
@@ -30,6 +31,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
 }
+
+
+NEVER = -1
+"""A token that no answer ends with."""
 
 
 def written(folder: Path, family: str = "qwen2") -> Path:
@@ -125,6 +130,24 @@ def test_a_row_that_rests_costs_one_token(policy):
     action = policy.act(replace(inputs(2), instruction=(ASKED[0], "")), noise(2))
     assert torch.equal(action.chunk[0], policy.act(inputs(1), noise(2)[:1]).chunk[0])
     assert (action.trace["tokens"][1, 1:] == policy.prompts.end).all() and not action.log_prob[1, 1:].any()
+
+
+def test_a_call_takes_the_turns_that_the_planner_counts(policy, monkeypatch: pytest.MonkeyPatch):
+    limits, turns = (2, 12, 1, 5, 3, 9, 1, 4, 12, 2, 6), 0
+    logits = policy.model.logits
+
+    def counted(states: torch.Tensor) -> torch.Tensor:
+        nonlocal turns
+        turns += 1
+        return logits(states)
+
+    monkeypatch.setattr(policy.model, "logits", counted)
+    asked = [policy.prompts.tokens(ASKED[0])] * len(limits)
+    generate(policy.model, asked, 12, NEVER, None, Sampling(rows=3), limits)
+    ready = [0, 0, 0]  # list scheduling, as schedulers.turns has it
+    for limit in limits:
+        heapq.heapreplace(ready, ready[0] + limit)
+    assert turns == max(ready)
 
 
 def test_tokens_are_drawn_with_their_probabilities():
