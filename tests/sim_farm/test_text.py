@@ -109,7 +109,6 @@ def test_an_episode_of_turns_is_replayed_to_where_it_was():
         " 11 ",
         "(5-5+11)".replace("5-5+", ""),
         "11 = 11",
-        "17-5=12, 17-11=6, (11-5)-17, 11=11",
         "Let me think. <answer>17-5</answer> <answer>11</answer>",
     ],
 )

@@ -1,8 +1,8 @@
 """Countdown: reach a target from given numbers by +, -, * and /, each number used at most once.
 
-An answer is an expression such as `(3 + 5) * 7`; `= 56` may follow it. If several are tried with commas between, the
-last counts, and if the text has `<answer>` tags, what stands in the last pair. It is read by the parser below: digits,
-the four signs, brackets and blanks of ASCII, computed in fractions. Anything else is a wrong answer.
+An answer is an expression such as `(3 + 5) * 7`; `= 56` may follow it, and if the text has `<answer>` tags, what stands
+in the last pair counts. It is read by the parser below: digits, the four signs, brackets and blanks of ASCII, computed
+in fractions. Anything else is a wrong answer.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def reply(answer: str) -> str:
 def _expression(answer: str) -> str:
     """What counts of an answer."""
     tagged = ANSWER.findall(answer)
-    return (tagged[-1] if tagged else answer).rpartition(",")[2].strip(" ")
+    return (tagged[-1] if tagged else answer).strip(" ")
 
 
 def _reached(rng: np.random.Generator, numbers: list[int]) -> int | None:
