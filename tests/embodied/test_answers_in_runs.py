@@ -45,6 +45,18 @@ def test_a_run_that_is_resumed_is_the_run(model: Path, tmp_path: Path) -> None:
     assert len({row["env/episode_len"] for row in rows}) > 1
 
 
+@pytest.mark.slow  # five seconds: sixteen iterations
+def test_reinforcement_raises_the_reward(model: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "env": {"num_envs": 64, "max_episode_steps": 3},
+        "policy": {"chunk": 3},
+        "optim": {"policy_lr": 2e-2, "micro_batch": 64},
+    }
+    rows = read(trained(tmp_path / "run", settings(model, "begun", iterations=16, checkpoint_every=16, **changes)))
+    success = [float(row["env/success_once"]) for row in rows]
+    assert success[0] < 0.2 and min(success[-3:]) > 0.6, success
+
+
 def test_an_answer_goes_on_in_the_next_iteration(model: Path, tmp_path: Path) -> None:
     """By ppo, whose iteration has a number of decisions: one that stops in the middle of answers goes on with them."""
     data = settings(model, workflow="ppo", policy={"chunk": 3}, env={"max_episode_steps": 30}, rollout={"decisions": 2})

@@ -41,6 +41,15 @@ def even_problem(seed: int) -> Problem:
     return Problem(f"Make {seed % 97} from 1.", partial(even, seed % 2), lambda answer: "Again: ")
 
 
+def begun(answer: str) -> float:
+    """1.0 for an answer that begins with a seven."""
+    return float(answer.startswith("7"))
+
+
+def begun_problem(seed: int) -> Problem:
+    return Problem(even_problem(seed).text, begun)
+
+
 def raising_problem(seed: int) -> Problem:
     return Problem(even_problem(seed).text, lambda answer: 1 / (len(answer) % 3))
 
@@ -49,6 +58,7 @@ BACKEND = text_backend(
     "even",
     lambda: {
         "one": TextTask(even_problem, prompt_bytes=32, answer_tokens=LIMIT),
+        "begun": TextTask(begun_problem, prompt_bytes=32, answer_tokens=LIMIT),
         "raises": TextTask(raising_problem, prompt_bytes=32, answer_tokens=LIMIT),
         "turns": TextTask(even_problem, prompt_bytes=32, answer_tokens=LIMIT, turns=3, reply_tokens=8),
     },
