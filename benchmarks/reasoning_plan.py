@@ -29,7 +29,7 @@ PAIRS = 32
 LONGEST = 27_648
 """Tokens: a context of 28,672 less a prompt of 1,024."""
 DONE, AT = 0.95, 0.80
-"""So many of the answers were complete at this share of the rollout's time (7B, GRPO)."""
+"""Share of the answers that were complete at this share of the rollout's time (7B, GRPO)."""
 SLOTS = 64
 """`max_running_requests` of RLinf's recipes."""
 GROUP, MINIBATCHES = 16, 4
@@ -88,7 +88,8 @@ class Arguments:
 
 
 def sigma() -> float:
-    """Of the logarithm of lengths: the mean is 7B's, and `DONE` of the answers have at most `AT` of the longest."""
+    """Standard deviation of the logarithm of lengths: the mean is 7B's, and `DONE` of the answers have at most `AT` of
+    the longest."""
     high = NormalDist().inv_cdf(DONE)
     return high - math.sqrt(high**2 - 2 * math.log(AT * LONGEST / WORKLOADS["7b"].mean))
 

@@ -29,7 +29,9 @@ from policies.remote.messages import NUMBERS
 
 PATH = "/vla-eval"
 VERSION = 1
-"""Of the protocol."""
+"""Version of the protocol."""
+MALFORMED = (ValueError, TypeError, KeyError, OSError, OverflowError, RecursionError)
+"""Errors of msgpack, Pillow and NumPy for bytes that are not what they say."""
 ARRAY, PICTURE = "__ndarray__", "__image__"
 FORMATS = ("PNG", "JPEG")
 LARGEST_SIDE = 8192
@@ -62,11 +64,13 @@ def unpack(data: str | bytes) -> Message:
         raise UserError(f"a message of vla-eval is packed by msgpack, got the text {shown(data)}")
     try:
         found = msgpack.unpackb(data, object_hook=_unpacked)
-    except (ValueError, TypeError, KeyError, OSError, RecursionError, msgpack.UnpackException) as error:
+    except (*MALFORMED, Image.DecompressionBombError, msgpack.UnpackException) as error:
         raise UserError(f"no message of vla-eval's protocol ({type(error).__name__}: {str(error)[:200]})") from error
     if not isinstance(found, Mapping) or not isinstance(found.get("payload"), Mapping):
         raise UserError(f"a message of vla-eval is a map of type, payload and seq, got {shown(found)}")
-    return Message(str(found.get("type")), found["payload"], int(found.get("seq") or 0), data)
+    if type(seq := found.get("seq", 0)) is not int:
+        raise UserError(f"seq of a message is a whole number, got {shown(seq)}")
+    return Message(str(found.get("type")), found["payload"], seq, data)
 
 
 def observation(payload: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:

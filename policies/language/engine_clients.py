@@ -54,7 +54,7 @@ class Server:
     """http://HOST:PORT"""
     name: ClassVar[str]
     start: ClassVar[str]
-    """How one is started."""
+    """Command that starts one, in words."""
 
     def version(self, timeout_s: float) -> str:
         """Version of the weights that it has."""
@@ -391,7 +391,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _message(answer: httpx.Response) -> str:
-    """What a refusal says, shortened."""
+    """Text of a refusal, shortened."""
     try:
         found = answer.json()
         said = found.get("error", found)

@@ -4,7 +4,7 @@
 
 It is there for trials on one machine and for tests of what asks it; nothing but `InProcessEngine` computes. A batch is
 written after the other, and an update waits for the one under way. It listens on the loopback interface, and has no
-password: whoever reaches it can have it read any model's directory of its machine.
+password: any program that reaches it can have it read any model's directory of its machine.
 """
 
 from __future__ import annotations

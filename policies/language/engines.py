@@ -25,7 +25,7 @@ FIRST = "default"
 
 @dataclass(frozen=True)
 class Drawing:
-    """How answers are drawn."""
+    """Length, end and distribution of the answers that are drawn."""
 
     count: int
     """Most tokens of an answer."""
@@ -44,13 +44,13 @@ class Completion:
     tokens: tuple[int, ...]
     """Token ids, with the one that ended the answer; at most `Drawing.count`."""
     log_prob: tuple[float, ...]
-    """Of each token, by the engine's arithmetic, at the temperature."""
+    """Log-prob of each token, by the engine's arithmetic, at the temperature."""
     version: str
     """Version of the weights that wrote it."""
 
 
 class Engine(Protocol):
-    """What a generation engine does. Both methods may be called from several threads."""
+    """A program that writes answers. Both methods may be called from several threads."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, drawing: Drawing, version: str) -> list[Completion]:
         """n answers to each prompt of token ids, prompt by prompt, each written by the weights of this version alone.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from policies import lora
@@ -27,6 +28,7 @@ from policies.layers import checked_noise, counted_mean, only_counted
 BFLOAT16_TOLERANCE = 2e-2
 LOGITS_AT_ONCE = 2**27
 """Numbers of the logits that are held at once: those of a large vocabulary take more memory than all else."""
+Scored = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,14 +238,14 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     @property
     def _engine(self) -> EngineServers:
-        """What the options name."""
+        """The servers that `engine` names."""
         probe, timeout_s = self.prompts.encode(PROBE), self.options.engine_timeout_s
         return EngineServers.of(self.options.engine, timeout_s, probe, self.prompts.size)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         states, said = self._taught(self._asked(inputs), trace["tokens"])
         tokens = trace["tokens"][said.nonzero(as_tuple=True)]
-        chosen, entropy = self._scores(states, tokens, self.options.temperature)
+        chosen, entropy = self._by_pieces(self._scores, states, tokens)
         values = self._placed(self._valued(states), said)
         return Evaluation(
             self._placed(chosen, said)[..., None],
@@ -255,8 +257,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
         """The cross-entropy of the demonstrated tokens."""
         tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.prompts.size - 1)
         states, said = self._taught(self._asked(inputs), torch.where(counted, tokens, self.prompts.end))
-        chosen, _ = self._scores(states, tokens[said], 1.0)
-        return counted_mean(-self._placed(chosen, said)[..., None], counted & said)
+        (losses,) = self._by_pieces(self._losses, states, tokens[said])
+        return counted_mean(self._placed(losses, said)[..., None], counted & said)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
@@ -265,13 +267,15 @@ class LanguagePolicy(lora.AdaptedPolicy):
         return values[:, None].expand(-1, self.spec.chunk) if self.options.value_per_action else values
 
     def _asked(self, inputs: Inputs) -> list[list[int]]:
-        """The tokens before the answer's next one, of each row."""
+        """The tokens before the answer's next one, of each row. Of an environment that rests, whose instruction is
+        empty, the state is none of an answer."""
         if not inputs.instruction:
             raise PolicyError("language reads the instruction: add 'instruction' to policy.reads")
         asked = [list(self.prompts.tokens(text)) for text in inputs.instruction]
         if inputs.state is not None:
-            for row, so_far in zip(asked, inputs.state.cpu().round().long().tolist(), strict=True):
-                row.extend(token for token in so_far if token >= 0)
+            answered = inputs.state.cpu().round().long().tolist()
+            for row, text, so_far in zip(asked, inputs.instruction, answered, strict=True):
+                row.extend(token for token in so_far if text and token >= 0)
         longest = max(map(len, asked))
         if longest + self.spec.chunk > self.model.context:
             raise PolicyError(
@@ -297,22 +301,24 @@ class LanguagePolicy(lora.AdaptedPolicy):
             parts.append(states[line, first : first + len(answers[row])])
         return torch.cat(parts), said
 
-    def _scores(self, states: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] of the tokens [N] that follow the states [N, D], and entropies [N].
+    def _scores(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Log-probs [N] of the tokens [N] that follow the states [N, D], and entropies [N], at the temperature."""
+        every = torch.log_softmax(self.model.logits(states) / self.options.temperature, -1)
+        return every.gather(-1, tokens[:, None]).squeeze(-1), -(every.exp() * every).sum(-1)
 
-        Of many tokens the logits are computed piece by piece, and again in the backward pass.
-        """
+    def _losses(self, states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Cross-entropies [N] of the tokens [N] that follow the states [N, D]."""
+        return (functional.cross_entropy(self.model.logits(states), tokens, reduction="none"),)
 
-        def piece(states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            every = torch.log_softmax(self.model.logits(states) / temperature, -1)
-            return every.gather(-1, tokens[:, None]).squeeze(-1), -(every.exp() * every).sum(-1)
-
+    def _by_pieces(self, score: Scored, states: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """The score's tensors [N] of states and tokens; the logits of many tokens are computed piece by piece, and
+        again in the backward pass."""
         size = max(1, LOGITS_AT_ONCE // self.model.known)
         if len(states) <= size:
-            return piece(states, tokens)
+            return score(states, tokens)
         pairs = zip(states.split(size), tokens.split(size), strict=True)
-        found = [checkpoint(piece, *pair, use_reentrant=False) for pair in pairs]
-        return torch.cat([chosen for chosen, _ in found]), torch.cat([entropy for _, entropy in found])
+        pieces = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]
+        return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
     def _valued(self, states: Tensor) -> Tensor:
         """[..] the values of states [.., D]; the head has a precision of its own."""

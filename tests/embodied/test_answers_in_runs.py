@@ -170,8 +170,8 @@ def message(data: dict[str, Any], folder: Path) -> str:
 
 
 def test_a_prompt_longer_than_the_model_takes_is_one_message(tmp_path: Path) -> None:
-    short = text_runs.few_tokens(tmp_path / "short", max_position_embeddings=20)
-    assert "more than the model's context of 20" in message(settings(short, iterations=1), tmp_path / "run")
+    short = text_runs.few_tokens(tmp_path / "short", max_position_embeddings=14)
+    assert "more than the model's context of 14" in message(settings(short, iterations=1), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,9 @@ from embodied.learning.update import EngineMismatch
 from embodied.reporting import metrics
 from embodied.workflows.checks import check_algorithm
 from policies.contract import PolicyError
-from policies.language.engine_server import GenerationServer, listening
-from policies.language.engines import InProcessEngine
+from policies.language.engine_server import GenerationServer
 from tests.embodied.runs import assigned, inline
+from tests.policies.language.served_engine import served
 
 MODEL = Path(__file__).parents[2] / "assets" / "countdown_lm"
 
@@ -51,20 +49,6 @@ def config_of(engine: str, **changes: Any) -> Config:
     return parse_config(settings, "test")
 
 
-@contextmanager
-def served(kind: type[GenerationServer] = GenerationServer) -> Iterator[str]:
-    """The address of a server in threads of this process."""
-    server = listening("127.0.0.1", 0, kind(InProcessEngine(MODEL), str(MODEL)))
-    running = threading.Thread(target=server.serve_forever, args=(0.01,))
-    running.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        running.join()
-
-
 def test_each_version_reaches_the_engine_once_and_its_answers_are_learned_from(here: Session, tmp_path: Path) -> None:
     loaded: list[str] = []
 
@@ -73,7 +57,7 @@ def test_each_version_reaches_the_engine_once_and_its_answers_are_learned_from(h
             loaded.append(Path(body["model_path"]).name)
             return super().update_weights_from_disk(body)
 
-    with served(Notes) as address:
+    with served(MODEL, kind=Notes) as address:
         config = config_of(f"sglang {address}")
         with start_run(config, tmp_path, here, inline(assigned())) as workers:
             workers.begin(None, 0)
@@ -86,7 +70,7 @@ def test_each_version_reaches_the_engine_once_and_its_answers_are_learned_from(h
 
 
 def test_a_rollout_ahead_is_corrected_and_no_measure_of_the_engine(here: Session, tmp_path: Path) -> None:
-    with served() as address:
+    with served(MODEL) as address:
         config = config_of(f"vllm {address}")
         with start_run(config, tmp_path, here, inline(assigned(ahead=1, one_process=False))) as workers:
             workers.begin(None, 0)
@@ -103,7 +87,7 @@ def test_an_engine_that_has_not_taken_the_weights_ends_the_run(here: Session, tm
             self._engine.rename_weights(body["weight_version"])
             return {"success": True}
 
-    with served(Pretends) as address:
+    with served(MODEL, kind=Pretends) as address:
         config = config_of(f"sglang {address}", engine_kl_max=1e-4)
         optim = config.optim.model_copy(update={"policy_lr": 3e-2})
         with start_run(config.model_copy(update={"optim": optim}), tmp_path, here, inline(assigned())) as workers:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -65,6 +66,60 @@ def asked(address: str, sent: list[dict[str, Any]]) -> list[np.ndarray]:
     with connect(address, compression=None) as socket:
         client = Client(socket)
         return [client.actions(observation) for observation in sent]
+
+
+def send(socket: Any, kind: str, payload: Any, seq: Any = 1) -> None:
+    socket.send(msgpack.packb({"type": kind, "payload": payload, "seq": seq, "timestamp": 0.0}))
+
+
+def told(socket: Any, kind: str, payload: Any, seq: Any = 1) -> tuple[str, Any]:
+    """Type and payload of the answer to a message of vla-eval, which is packed here by hand."""
+    send(socket, kind, payload, seq)
+    answer = msgpack.unpackb(socket.recv())
+    return answer["type"], answer["payload"]
+
+
+def by_hand(values: np.ndarray, **also: Any) -> dict[str, Any]:
+    return {"data": values.tobytes(), "dtype": values.dtype.str, "shape": list(values.shape), **also}
+
+
+def seen_by_vla_eval(observation: dict[str, Any]) -> dict[str, Any]:
+    pictures = {name: observation[f"observation/{name}"] for name in ("image", "wrist_image")}
+    return {
+        "images": {name: by_hand(one, __image__=True, format="raw") for name, one in pictures.items()},
+        "states": by_hand(observation["observation/state"], __ndarray__=True),
+        "task_description": observation["prompt"],
+    }
+
+
+def test_a_client_of_vla_eval_gets_env_step_after_env_step_of_a_chunk(loaded: LoadedPolicy) -> None:
+    """Chunks are of three env steps, and an episode begins with a decision of its own."""
+    first, other = map(seen_by_vla_eval, observations(2))
+    chunks = [acted(loaded, observation) for observation in observations(2)]
+    with serving(loaded) as (address, _), connect(f"{address}/vla-eval", compression=None) as socket:
+        assert told(socket, "hello", {})[1]["observation_params"] == {"send_wrist_image": True, "send_state": True}
+        got = [told(socket, "observation", first)[1], *(told(socket, "observation", other)[1] for _ in range(3))]
+        send(socket, "episode_start", {})
+        got.append(told(socket, "observation", first)[1])
+    actions = np.stack([np.frombuffer(one["actions"]["data"], np.float32) for one in got])
+    assert np.array_equal(actions, np.concatenate([chunks[0], chunks[1][:1], chunks[0][:1]]))
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"images": {"a": {"__image__": True, "format": "png", "data": b"no picture"}}}, "no message of vla-eval"),
+        ({"states": {"__ndarray__": True, "data": b"", "dtype": "|O", "shape": [1]}}, "arrays are of numbers"),
+        ({"images": {}}, "the observation lacks"),
+    ],
+    ids=["picture", "objects", "nothing"],
+)
+def test_what_is_no_observation_of_vla_eval_is_one_error(loaded: LoadedPolicy, message: Any, says: str) -> None:
+    with serving(loaded) as (address, _), connect(f"{address}/vla-eval", compression=None) as socket:
+        kind, payload = told(socket, "observation", message)
+        assert kind == "error" and says in payload["error"]
+        assert "whole number" in told(socket, "hello", {}, seq="one")[1]["error"]
+        assert told(socket, "hello", {})[0] == "hello"  # the connection goes on
 
 
 # --- what is answered

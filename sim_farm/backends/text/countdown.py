@@ -66,7 +66,7 @@ def verify(numbers: tuple[int, ...], target: int, answer: str) -> float:
 
 
 def reply(answer: str) -> str:
-    """What a wrong answer is told: its value, where it has one."""
+    """Reply to a wrong answer: its value, where it has one."""
     try:
         value, _ = _Parser(_expression(answer).partition("=")[0]).parse()
     except (_Wrong, ZeroDivisionError):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,10 +26,11 @@ import policies
 from policies import Inputs, PolicyError, PolicySpec
 from policies.contract import PublishedWeights
 from policies.language.engine_clients import DIALECTS, PROBE, EngineServers, Gone, servers_of
-from policies.language.engine_server import GenerationServer, listening
+from policies.language.engine_server import GenerationServer
 from policies.language.engines import Completion, Drawing, InProcessEngine
 from policies.language.model import load_model, save_model
 from policies.language.prompts import Prompts
+from tests.policies.language.served_engine import served
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
 PROMPTS = [[9, 30, 4], [8] * 20, [40], [12, 13, 14, 15, 16], [100, 3], [7, 7, 7]]
@@ -54,23 +55,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         save_model(model, root / f"model-{seed}")
         found.append(root / f"model-{seed}")
     return found
-
-
-Kind = Callable[[InProcessEngine, str], GenerationServer]
-
-
-@contextmanager
-def served(folder: Path, port: int = 0, kind: Kind = GenerationServer) -> Iterator[str]:
-    """The address of a server in threads of this process."""
-    server = listening("127.0.0.1", port, kind(InProcessEngine(folder), str(folder)))
-    running = threading.Thread(target=server.serve_forever, args=(0.01,))
-    running.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        running.join()
 
 
 def asking(text: str, folder: Path = MODEL, timeout_s: float = 60.0) -> EngineServers:

@@ -150,6 +150,14 @@ def test_a_call_takes_the_turns_that_the_planner_counts(policy, monkeypatch: pyt
     assert turns == max(ready)
 
 
+def test_the_state_of_an_environment_that_rests_is_no_answer(policy):
+    """Its slot holds zeros, which are a token's id."""
+    state = torch.full((2, 10 * policy.model.context), -1.0)
+    state[1] = 0.0
+    asked = replace(inputs(2), instruction=(ASKED[0], ""), state=state)
+    assert torch.equal(policy.act(asked, noise(2)).chunk[0], policy.act(inputs(2), noise(2)).chunk[0])
+
+
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     uniform = (torch.arange(4000) + 0.5) / 4000
