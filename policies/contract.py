@@ -220,8 +220,9 @@ class Policy(nn.Module):
         """[B] float32 with gradients: the loss of taking the demonstrated actions; the likelier, the lower.
 
         `actions` [B, P, A] float32 in the environment's units, P = `spec.predicted`; `counted` [B, P] bool, the others
-        lie beyond the episode's end; each row's loss is a mean over its counted elements. `noise` [B, Z] is standard
-        normal, for losses that are drawn. Raises `PolicyError` for a policy that cannot be trained so.
+        lie beyond the episode's end; each row's loss is a mean over its counted elements, of an answer in tokens their
+        sum. `noise` [B, Z] is standard normal, for losses that are drawn. Raises `PolicyError` for a policy that cannot
+        be trained so.
         """
         raise PolicyError(f"the policy {self.kind} cannot learn from demonstrations")
 

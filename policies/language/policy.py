@@ -23,7 +23,7 @@ from policies.language.generation import Sampling, generate
 from policies.language.model import ADAPTED, CausalModel, load_model, save_model
 from policies.language.packing import packed
 from policies.language.prompts import Prompts
-from policies.layers import checked_noise, counted_mean, only_counted
+from policies.layers import checked_noise, only_counted
 
 BFLOAT16_TOLERANCE = 2e-2
 LOGITS_AT_ONCE = 2**27
@@ -254,11 +254,12 @@ class LanguagePolicy(lora.AdaptedPolicy):
         )
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
-        """The cross-entropy of the demonstrated tokens."""
+        """[B]: the cross-entropy of each demonstrated answer, a sum over its tokens: a token weighs the same in a long
+        answer as in a short one, as is usual for language models."""
         tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.prompts.size - 1)
         states, said = self._taught(self._asked(inputs), torch.where(counted, tokens, self.prompts.end))
         (losses,) = self._by_pieces(self._losses, states, tokens[said])
-        return counted_mean(self._placed(losses, said)[..., None], counted & said)
+        return self._placed(losses, said).masked_fill(~counted, 0.0).sum(1)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:

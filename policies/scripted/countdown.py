@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
@@ -17,32 +18,37 @@ from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, P
 from policies.language.prompts import Prompts
 
 PROBLEM = re.compile(r"Make (?P<target>[0-9]+) from (?P<numbers>[0-9, ]+)\.", re.ASCII)
+MOST_MADE = 400
+"""The largest number that two numbers of a problem make: 20 * 20."""
 MOST_KNOWN = 2000
 """Sets of numbers whose expressions are kept: three numbers from 1 to 20 make 1,540."""
 
 
 class CountdownSolver(Policy):
-    """Says an expression of all the numbers with the target's value, drawn from all that there are, and this value.
+    """Says an expression of all the numbers with the target's value, between `<answer>` and `</answer>`.
 
     Reads `instruction`.
-    The tokens are those of the tokenizer in the directory `tokenizer`. Without noise the first expression is said. An
-    instruction that is no countdown is answered by nothing. Every log-prob and value is zero: there is nothing to
-    train.
+    The tokens are those of the tokenizer in the directory `tokenizer`. Of several expressions one is drawn; without
+    noise it is the first. To a share `worked` of the instructions with three numbers, by a checksum, the answer says
+    first how its expression is found (`working`). An instruction that is no countdown is answered by nothing. Every
+    log-prob and value is zero: there is nothing to train.
     """
 
     kind = "countdown_solver"
     chooses = True
     trainable = False
 
-    def __init__(self, spec: PolicySpec, *, tokenizer: str = "") -> None:
-        """Raises `PolicyError` where `tokenizer` is no directory with a tokenizer."""
+    def __init__(self, spec: PolicySpec, *, tokenizer: str = "", worked: float = 0.0) -> None:
+        """Raises `PolicyError` where `tokenizer` is no directory with a tokenizer, or `worked` is no share."""
         super().__init__()
+        if not 0 <= worked <= 1:
+            raise PolicyError(f"policy.options.worked is a share from 0 to 1, got {worked}")
         if not Path(tokenizer, "tokenizer.json").is_file():
             raise PolicyError(
                 f"countdown_solver says tokens: set policy.options.tokenizer to a language model's directory, got "
                 f"{tokenizer!r}"
             )
-        self.spec, self._tokenizer = spec, tokenizer
+        self.spec, self._tokenizer, self._worked = spec, tokenizer, worked
         self._prompts = Prompts(Path(tokenizer), chat=False, system="", template="{}")
         self.noise_dim = 1
         self.value_head = nn.Identity()
@@ -52,7 +58,7 @@ class CountdownSolver(Policy):
         uniform = torch.zeros(len(inputs.instruction)) if noise is None else torch.special.ndtr(noise[:, 0].double())
         tokens = torch.full((len(inputs.instruction), self.spec.chunk), float(self._prompts.end))
         for row, (text, share) in enumerate(zip(inputs.instruction, uniform.tolist(), strict=True)):
-            said = self._prompts.tokens(_answer(text, share))[: self.spec.chunk]
+            said = self._prompts.tokens(_answer(text, self._worked, share))[: self.spec.chunk]
             tokens[row, : len(said)] = torch.tensor(said, dtype=torch.float32)
         chunk = tokens[..., None]
         return Action(chunk, torch.zeros_like(chunk), torch.zeros(len(chunk)), {"action": chunk})
@@ -65,17 +71,62 @@ class CountdownSolver(Policy):
         return torch.zeros(len(inputs.instruction))
 
     def architecture(self) -> dict[str, Any]:
-        return {"tokenizer": self._tokenizer}
+        return {"tokenizer": self._tokenizer, "worked": self._worked}
 
 
-def _answer(instruction: str, share: float) -> str:
-    """An expression and its value; `share`, from 0 to 1, says which one."""
+def _answer(instruction: str, worked: float, share: float) -> str:
+    """An answer; `share`, from 0 to 1, says which expression it is where its working is not shown."""
     found = PROBLEM.fullmatch(instruction)
     if found is None:
         return ""
-    target, numbers = found["target"], tuple(sorted(map(int, found["numbers"].split(","))))
-    right = solutions(int(target), numbers)
-    return f"{right[min(int(share * len(right)), len(right) - 1)]}={target}" if right else ""
+    target, numbers = int(found["target"]), tuple(map(int, found["numbers"].split(",")))
+    if len(numbers) == 3 and zlib.crc32(instruction.encode()) < worked * 2**32:
+        said = working(target, numbers)
+        if said:
+            return said
+    right = solutions(target, tuple(sorted(numbers)))
+    return _tagged(right[min(int(share * len(right)), len(right) - 1)]) if right else ""
+
+
+def _tagged(expression: str) -> str:
+    return f"<answer>{expression}</answer>"
+
+
+def working(target: int, numbers: tuple[int, ...]) -> str:
+    """How an expression of three numbers is found, and the expression, between tags; empty where there is none.
+
+    One number after the other, in the given order: `13+16-42/377:14, 2+16` says that 16 + 13, 42 - 13 and 377 / 13 are
+    the target, and then what the other two make, 14 + 2 = 16, up to the first that stands before the colon too. A full
+    stop follows where none does. Intermediate results are whole and not below 0: no problem of the task needs others.
+    """
+    said = ""
+    for place, last in enumerate(numbers):
+        small, large = sorted(numbers[:place] + numbers[place + 1 :])
+        wanted = _wanted(target, last)
+        said += f"{last}{''.join(f'{sign}{value}' for sign, value in wanted.items())}:{large}, {small}"
+        made = {"+": large + small, "-": large - small, "*": large * small}
+        if small and large % small == 0:
+            made["/"] = large // small
+        for inner, value in made.items():
+            said += f"{inner}{value}"
+            for outer, other in wanted.items():
+                if value == other:
+                    pair = f"({large}{inner}{small})"
+                    return said + _tagged(f"{pair}{outer}{last}" if len(outer) == 1 else f"{last}{outer[0]}{pair}")
+        said += "."
+    return ""
+
+
+def _wanted(target: int, last: int) -> dict[str, int]:
+    """By its sign, the first part of what makes the target with `last`; the second part, where the sign is doubled.
+    Nothing above `MOST_MADE`, which no two numbers make."""
+    wanted = {"+": target - last, "-": target + last, "--": last - target}
+    if last and target % last == 0:
+        wanted["*"] = target // last
+    wanted["/"] = target * last
+    if target and last % target == 0:
+        wanted["//"] = last // target
+    return {sign: value for sign, value in wanted.items() if 0 <= value <= MOST_MADE}
 
 
 def solutions(target: int, numbers: tuple[int, ...]) -> tuple[str, ...]:

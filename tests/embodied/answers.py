@@ -23,7 +23,7 @@ from embodied.trajectories.batch import TensorDecisions, Trajectories
 from policies import Inputs, PolicySpec
 
 ASSET = Path(__file__).parents[2] / "assets" / "countdown_lm"
-CHUNK, LONGEST, TOKENS, END = 6, 12, 170, 2
+CHUNK, LONGEST, TOKENS, END = 6, 12, 172, 2
 SPEC = PolicySpec(action_dim=1, chunk=CHUNK, state_dim=LONGEST, discrete_actions=TOKENS)
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -251,7 +251,7 @@ def test_what_a_checkpoint_leaves_open_is_reported_once(caplog: pytest.LogCaptur
 @pytest.mark.parametrize("name", ["sft", "ppo", "grpo", "dapo", "reinforce"])
 def test_the_recipes_of_countdown_are_runs_of_one_network(name: str) -> None:
     found = dry_run(load_config(f"countdown_{name}"))
-    assert found["policy"]["reads"] == "instruction [B texts]" and found["policy"]["action_chunk"] == "[B, 12, 1]"
+    assert found["policy"]["reads"] == "instruction [B texts]" and found["policy"]["action_chunk"] == "[B, 88, 1]"
     assert 1e6 < found["policy"]["trained"] < 5e6
 
 

@@ -7,13 +7,14 @@ import random
 import re
 import string
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from policies.scripted.countdown import solutions
+from policies.scripted.countdown import solutions, working
 from sim_farm.backends.text.countdown import COUNTDOWN, verify
 from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
 from sim_farm.backends.text.tokenizer import answer_tokenizer
@@ -128,6 +129,43 @@ def test_every_problem_has_an_answer():
             assert len(numbers) == count and found, problem.text
             judged = {problem.verify(answer) for answer in found}
             assert judged == {0.0 if name.endswith("mismatched") else 1.0}, problem.text
+
+
+WORKING = re.compile(
+    r"(?P<last>[0-9]+)(?P<wanted>(?:[-+*/]+[0-9]+)+):(?P<large>[0-9]+), (?P<small>[0-9]+)(?P<made>(?:[-+*/][0-9]+)+)"
+)
+SIGNED = re.compile(r"([-+*/]+)([0-9]+)")
+
+
+def computed(left: int, sign: str, right: int) -> Fraction:
+    if sign == "/":
+        return Fraction(left, right)
+    return Fraction({"+": left + right, "-": left - right, "*": left * right}[sign])
+
+
+def test_the_solver_s_working_is_true_line_by_line_and_its_answer_right():
+    longest = 0
+    for seed in range(3000):
+        problem = COUNTDOWN["countdown_3"].problem(seed)
+        target, *numbers = map(int, re.findall("[0-9]+", problem.text))
+        said = working(target, tuple(numbers))
+        assert problem.verify(said) == 1.0, said
+        longest = max(longest, len(tokens(said)))
+        lines = said.partition("<")[0].split(".")
+        for place, line in enumerate(lines):
+            read = WORKING.fullmatch(line)
+            assert read, said
+            last, large, small = (int(read[name]) for name in ("last", "large", "small"))
+            assert last == numbers[place] and sorted([last, large, small]) == sorted(numbers)
+            wanted = {int(value): sign for sign, value in SIGNED.findall(read["wanted"])}
+            for value, sign in wanted.items():
+                first, second = (last, value) if len(sign) == 2 else (value, last)
+                assert computed(first, sign[0], second) == target, said
+            made = [int(value) for _, value in SIGNED.findall(read["made"])]
+            for sign, value in SIGNED.findall(read["made"]):
+                assert computed(large, sign, small) == int(value), said
+            assert [value in wanted for value in made] == [line is lines[-1] and value == made[-1] for value in made]
+    assert longest <= 88  # policy.chunk of the recipes
 
 
 def test_held_out_problems_are_never_stated_in_training():

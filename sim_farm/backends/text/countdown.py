@@ -160,7 +160,7 @@ class _Parser:
 
 
 COUNTDOWN = {
-    f"countdown_{count}{name}": TextTask(problem, prompt_bytes=64, answer_tokens=64)
+    f"countdown_{count}{name}": TextTask(problem, prompt_bytes=64, answer_tokens=128)
     for count in (3, 4)
     for name, problem in (
         ("", partial(countdown, count, False)),

@@ -235,7 +235,7 @@ def test_a_request_of_a_browser_and_one_that_cannot_be_are_refused(folders: list
 
         page = httpx.post(f"{address}/generate", content="{}", headers={"Content-Type": "text/plain"}, trust_env=False)
         assert page.status_code == 403
-        with pytest.raises(PolicyError, match="the token 99999; known: 0 to 169"):
+        with pytest.raises(PolicyError, match="the token 99999; known: 0 to 171"):
             server.complete([[99999]], 1, LIKELIEST, 60.0)
         with pytest.raises(PolicyError, match="more than the context of 256"):
             server.complete([[1] * 250], 1, LIKELIEST, 60.0)
@@ -244,7 +244,7 @@ def test_a_request_of_a_browser_and_one_that_cannot_be_are_refused(folders: list
 # --- the policy that asks
 
 
-SPEC = PolicySpec(action_dim=1, chunk=12, state_dim=12, discrete_actions=170)
+SPEC = PolicySpec(action_dim=1, chunk=12, state_dim=12, discrete_actions=172)
 ASKED = Inputs(
     instruction=("Make 24 from 3, 8, 20.", "Make 7 from 1, 2.", "Make 1 from 1."), state=torch.full((3, 12), -1.0)
 )

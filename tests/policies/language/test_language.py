@@ -18,7 +18,7 @@ from policies.language.generation import Sampling, choose, generate
 from policies.torchvision_operators import import_torchvision
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
-SPEC = PolicySpec(action_dim=1, chunk=12, state_dim=12, discrete_actions=170)
+SPEC = PolicySpec(action_dim=1, chunk=12, state_dim=12, discrete_actions=172)
 ASKED = (
     "Make 24 from 3, 8, 20.",
     "Make 7 from 1, 2.",
@@ -176,7 +176,7 @@ def test_imitation_raises_the_demonstrated_answer(policy, tmp_path: Path):
     counted = (torch.arange(12) <= len(tokens)).expand(5, -1)
     loss = policy.imitate(inputs(), actions, counted, noise())
     log_prob = policy.evaluate(inputs(), {"tokens": actions[..., 0].long()}).log_prob[..., 0]
-    assert torch.allclose(loss, -log_prob.sum(1) / counted.sum(1), atol=1e-4)
+    assert torch.allclose(loss, -log_prob.sum(1), atol=1e-3)
 
 
 def test_a_saved_policy_is_the_policy(policy, tmp_path: Path):
