@@ -93,7 +93,7 @@ def _tagged(expression: str) -> str:
 
 
 def working(target: int, numbers: tuple[int, ...]) -> str:
-    """How an expression of three numbers is found, and the expression, between tags; empty where there is none.
+    """The answer that shows how its expression of three numbers is found; empty where no expression is.
 
     One number after the other, in the given order: `13+16-42/377:14, 2+16` says that 16 + 13, 42 - 13 and 377 / 13 are
     the target, and then what the other two make, 14 + 2 = 16, up to the first that stands before the colon too. A full

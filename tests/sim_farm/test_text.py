@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import policies
+from policies import Inputs, PolicyError, PolicySpec
 from policies.scripted.countdown import solutions, working
 from sim_farm.backends.text.countdown import COUNTDOWN, verify
 from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
@@ -166,6 +168,22 @@ def test_the_solver_s_working_is_true_line_by_line_and_its_answer_right():
                 assert computed(large, sign, small) == int(value), said
             assert [value in wanted for value in made] == [line is lines[-1] and value == made[-1] for value in made]
     assert longest <= 88  # policy.chunk of the recipes
+
+
+def test_the_solver_shows_the_working_of_a_share_of_its_answers():
+    spec = PolicySpec(action_dim=1, chunk=88, state_dim=128, discrete_actions=172)
+    problems = [COUNTDOWN["countdown_3"].problem(seed) for seed in range(200)]
+    tokenizer = answer_tokenizer(TOKENIZER)
+    for share in (0.0, 0.45, 1.0):
+        solver = policies.build("countdown_solver", spec, 0, tokenizer=TOKENIZER, worked=share)
+        chunk = solver.act(Inputs(instruction=tuple(problem.text for problem in problems)), None).chunk
+        said = [row[: row.index(END)] for row in chunk[..., 0].int().tolist()]
+        answers = [tokenizer.text(row) for row in said]
+        assert all(p.verify(answer) == 1.0 for p, answer in zip(problems, answers, strict=True))
+        shown = sum(not answer.startswith("<answer>") for answer in answers) / len(answers)
+        assert abs(shown - share) < (0.1 if 0 < share < 1 else 1e-9)
+    with pytest.raises(PolicyError, match="worked is a share from 0 to 1, got 2"):
+        policies.build("countdown_solver", spec, 0, tokenizer=TOKENIZER, worked=2)
 
 
 def test_held_out_problems_are_never_stated_in_training():
