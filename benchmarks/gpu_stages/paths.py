@@ -39,12 +39,14 @@ SMALL: dict[str, Any] = {
     "seed": 5,
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
     "rollout": {"decisions": 4},
-    "loss": {"value_clip": None},
+    # The bonus: a language model at random is never right, and would have no gradient.
+    "loss": {"value_clip": None, "entropy_coef": 0.01},
     "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 1e-4, "value_lr": 1e-4},
     "runtime": {"trace": False},
 }
 IMAGES = {"cameras": 1, "image_size": 56}
 TOKENS = {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations"}
+COUNTDOWN = "assets/countdown_lm"
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "states": ({}, {"chunk": 2, "options": {"widths": [16]}}),
     "flow, images": (
@@ -58,6 +60,10 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "OpenVLA-OFT, every weight": (
         IMAGES,
         {"kind": "openvla_oft", "reads": ["images", "instruction"], "chunk": 2, "options": TOKENS},
+    ),
+    "language": (
+        {"task": "text/countdown_3", "tokenizer": COUNTDOWN, "max_episode_steps": 24},
+        {"kind": "language", "reads": ["instruction"], "chunk": 24, "options": {"checkpoint": COUNTDOWN, "rows": 3}},
     ),
 }
 """What differs in `env`, and `policy`."""

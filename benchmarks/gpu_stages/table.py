@@ -12,6 +12,8 @@ from benchmarks.gpu_stages.record import MEASURED, Entry, Record
 
 BEGIN, END = "<!-- gpu: written by `python benchmarks/gpu.py --table FILE` -->", "<!-- /gpu -->"
 HEADER = "| stage | measured | wanted | beside |\n|---|---|---|---|"
+WITHOUT_MODEL = ("doctor", "paths", "draw", "graph", "language")
+"""Stages that measure no model that the command names."""
 Figures = dict[str, Any]
 
 
@@ -51,7 +53,7 @@ def _row(name: str, entry: Entry) -> str:
     stage, wanted, figures = name.partition("/")[0], WANTED.get(name.partition("/")[0]), entry["figures"]
     what = (
         f"{name} ({entry['model']})"
-        if entry["model"] not in name and stage not in ("doctor", "paths", "draw")
+        if entry["model"] not in name and stage not in WITHOUT_MODEL
         else name
     )
     if entry["state"] != MEASURED:
@@ -166,7 +168,28 @@ def _modes(f: Figures) -> tuple[str, str]:
     )
 
 
+def _graph(f: Figures) -> tuple[str, str]:
+    rows = [row for row in f["batches"] if "graph_s" in row]
+    if not rows:
+        return "without a GPU there is none", ""
+    measured = ", ".join(
+        f"{row['batch']}: {1e3 * row['graph_s']:.1f} ms, launched one by one {1e3 * row['eager_s']:.1f} ms" for row in rows
+    )
+    return measured, "chunks equal" if all(row["equal"] for row in rows) else "chunks differ"
+
+
+def _language(f: Figures) -> tuple[str, str]:
+    if "modes" in f:
+        return _modes(f)
+    if "mfu" in f:
+        measured = f"{f['tokens_per_s']:,.0f} tokens/s, utilisation {f['mfu']:.0%}"
+        return measured, f"{f['rows']} rows of {f['length']}; {f['peak_memory_bytes'] / 1e9:.1f} GB"
+    rates = f["tokens_per_s"]
+    measured = f"{rates['ours']:,.0f} tokens/s, {f['rows']} answers side by side"
+    return measured, f"{f['ratio_to_generate']:.2f} times transformers' `generate` ({rates['generate']:,.0f})"
+
+
 ROWS: dict[str, Callable[[Figures], tuple[str, str]]] = {
     "doctor": _doctor, "paths": _paths, "act": _act, "learn": _learn, "offload": _offload, "draw": _draw,
-    "weights": _weights, "modes": _modes,
+    "weights": _weights, "modes": _modes, "graph": _graph, "language": _language,
 }  # fmt: skip

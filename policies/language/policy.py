@@ -162,7 +162,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
             alpha = float(options.lora_alpha) or options.lora_rank
             lora.attach(self.model, {"r": options.lora_rank, "lora_alpha": alpha, "target_modules": ADAPTED})
         if options.gradient_checkpointing:
-            self.model.network.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.network.activation_checkpointing_enable({"use_reentrant": False})
         self.value_head = nn.Linear(self.model.width, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
