@@ -37,7 +37,7 @@ QWEN_1_5B: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """Qwen2.5-1.5B's config.json."""
-GENERATED = Arguments(answers=512, rows=256, prompt=64, mean=32, rounds=1)
+GENERATED = Arguments(answers=512, rows=256, prompt=64, mean=16, rounds=1)
 GENERATED_TINY = Arguments(answers=32, rows=8, mean=4, rounds=1)
 ROWS, LENGTH, SECONDS = 4, 2048, 3.0
 ROWS_TINY, LENGTH_TINY, SECONDS_TINY = 2, 32, 0.05

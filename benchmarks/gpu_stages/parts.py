@@ -31,8 +31,12 @@ STAGES = (
     Stage("offload", "offload", "a policy leaves the GPU and comes back, beside the bandwidth", ("",), 60, 240),
     Stage("draw", "draw", "frames drawn on the GPU and in software", ("maniskill", "libero", "tabletop"), 60, 240),
     Stage("weights", "weights", "from learner to policy worker", ("reference", "adapter", "full", "by_host"), 90, 360),
-    Stage("graph", "graph", "pi0's decisions replayed as a CUDA graph", ("pi0", "pi05"), 60, 240),
-    Stage("language", "language", "a language model's answers, updates and modes", ("generate", "learn", "modes"), 90, 360),
+    Stage(
+        "graph", "graph", "decisions replayed as a CUDA graph, beside kernels launched one by one", (MODELS,), 40, 240
+    ),
+    Stage(
+        "language", "language", "a language model's answers, updates and modes", ("generate", "learn", "modes"), 90, 360
+    ),
     Stage("modes", "modes", "every mode measured beside predicted", ("ray", "inline"), 240, 540),
 )
 QUICK_S = 5.0

@@ -12,7 +12,7 @@ from benchmarks.gpu_stages.record import MEASURED, Entry, Record
 
 BEGIN, END = "<!-- gpu: written by `python benchmarks/gpu.py --table FILE` -->", "<!-- /gpu -->"
 HEADER = "| stage | measured | wanted | beside |\n|---|---|---|---|"
-WITHOUT_MODEL = ("doctor", "paths", "draw", "graph", "language")
+WITHOUT_MODEL = ("doctor", "paths", "draw", "language")
 """Stages that measure no model that the command names."""
 Figures = dict[str, Any]
 
@@ -51,11 +51,7 @@ def _where(entry: Entry) -> str:
 
 def _row(name: str, entry: Entry) -> str:
     stage, wanted, figures = name.partition("/")[0], WANTED.get(name.partition("/")[0]), entry["figures"]
-    what = (
-        f"{name} ({entry['model']})"
-        if entry["model"] not in name and stage not in WITHOUT_MODEL
-        else name
-    )
+    what = f"{name} ({entry['model']})" if entry["model"] not in name and stage not in WITHOUT_MODEL else name
     if entry["state"] != MEASURED:
         message = entry.get("message", "").splitlines()[0][:200].replace("|", "/")
         return f"| {what} | {entry['state']}: {message} | {_goals(wanted, entry)} | |"
@@ -171,9 +167,10 @@ def _modes(f: Figures) -> tuple[str, str]:
 def _graph(f: Figures) -> tuple[str, str]:
     rows = [row for row in f["batches"] if "graph_s" in row]
     if not rows:
-        return "without a GPU there is none", ""
+        return "there is none without a GPU", ""
     measured = ", ".join(
-        f"{row['batch']}: {1e3 * row['graph_s']:.1f} ms, launched one by one {1e3 * row['eager_s']:.1f} ms" for row in rows
+        f"{row['batch']}: {1e3 * row['graph_s']:.1f} ms, launched one by one {1e3 * row['eager_s']:.1f} ms"
+        for row in rows
     )
     return measured, "chunks equal" if all(row["equal"] for row in rows) else "chunks differ"
 

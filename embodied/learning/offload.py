@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodied.devices import await_devices, release, to_host
+from policies.cuda_graphs import forget
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,6 +66,8 @@ class Offload:
                 tensor.untyped_storage().resize_(0)
             else:
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        if self._module is not None:
+            forget(self._module)
         release()
         return Switch(size, time.perf_counter() - begin)
 

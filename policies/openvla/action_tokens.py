@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from policies.cuda_graphs import replayed
 from policies.openvla.config import BINS
-from policies.openvla.model import OpenVLAModel, Sequence
+from policies.openvla.model import KeyValueCache, OpenVLAModel, Sequence
 
 
 def token_of(actions: Tensor, action_vocab: int, bins: int = BINS) -> Tensor:
@@ -41,14 +42,13 @@ class Decoded:
 
 
 @torch.no_grad()
+@replayed
 def decode(
     model: OpenVLAModel, sequence: Sequence, count: int, noise: Tensor | None, temperature: float = 1.0
 ) -> Decoded:
     """K = `count` action tokens after the sequence, with noise [B, K] or the likeliest ones, and a static cache."""
-    from transformers import StaticCache
-
     # The last token is not fed back, so it needs no place.
-    cache = StaticCache(model.language_model.config, max_cache_len=sequence.columns + count - 1)
+    cache = KeyValueCache(sequence.columns + count - 1)
     state = first = model.states(sequence, sequence, 1, cache=cache)[:, 0]
     tokens: list[Tensor] = []
     log_probs: list[Tensor] = []

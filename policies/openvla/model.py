@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.contract import PolicyError
+from policies.cuda_graphs import replayed
 from policies.files import CONFIG, INDEX, SHOWN_ERROR, SINGLE, Shards, copy_other_files, shown, write_json
 from policies.lora import AdaptedModel
 from policies.openvla.config import TOWERS, ModelConfig, read_config
@@ -155,6 +156,38 @@ class Sequence:
         return (((key <= query) & keys) | (key == query))[:, None]
 
 
+class KeyValueCache:
+    """Keys and values of a sequence's columns, layer by layer; transformers' layers call `update`.
+
+    Places are Python's numbers: transformers' `StaticCache` counts on the device, which a CUDA graph's recording
+    could not set to zero.
+    """
+
+    is_compileable = False
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        """Columns that there is memory for."""
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self._filled: list[int] = []
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Put the keys and values [B, heads, T, d] of the next T columns down; those of all columns, zeros at first."""
+        if layer == len(self._held):
+            shape = (*keys.shape[:2], self.columns, keys.shape[3])
+            self._held.append((keys.new_zeros(shape), values.new_zeros(shape)))
+            self._filled.append(0)
+        place = slice(self._filled[layer], self._filled[layer] + keys.shape[2])
+        for held, new in zip(self._held[layer], (keys, values), strict=True):
+            held[:, :, place] = new
+        self._filled[layer] = place.stop
+        return self._held[layer]
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        """Zero: positions and masks are given."""
+        return 0
+
+
 class OpenVLAModel(AdaptedModel):
     """Vision towers, projector and Llama under the checkpoint's names."""
 
@@ -193,6 +226,7 @@ class OpenVLAModel(AdaptedModel):
         """[B, I, 6, S, S], I images a row, to [B, I * patches, D], image after image."""
         return self.projector(self.vision_features(pixels))
 
+    @replayed
     def vision_features(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """[B, I, 6, S, S] to [B, I * patches, E]: what the projector takes; `language` [B, D] modulates the towers."""
         given = None if language is None else language.repeat_interleave(pixels.shape[1], 0)
@@ -215,9 +249,9 @@ class OpenVLAModel(AdaptedModel):
         positions = torch.arange(embeddings.shape[1], device=ids.device).expand(len(ids), -1)
         return Sequence(embeddings, positions <= end[:, None], positions, end)
 
-    def hidden(self, sequence: Sequence, *, full: bool = False, cache: Any = None) -> Tensor:
+    def hidden(self, sequence: Sequence, *, full: bool = False, cache: KeyValueCache | None = None) -> Tensor:
         """[B, T, D]: the last layer's states after the final norm. With a cache, its keys and values are filled."""
-        columns = sequence.columns if cache is None else cache.layers[0].max_cache_len
+        columns = sequence.columns if cache is None else cache.columns
         return self.language_model.model(
             inputs_embeds=sequence.embeddings,
             attention_mask=sequence.mask(columns, full=full),
@@ -227,7 +261,13 @@ class OpenVLAModel(AdaptedModel):
         ).last_hidden_state
 
     def states(
-        self, sequence: Sequence, prompt: Sequence, count: int, *, full: bool = False, cache: Any = None
+        self,
+        sequence: Sequence,
+        prompt: Sequence,
+        count: int,
+        *,
+        full: bool = False,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """[B, K, D]: the states that predict the K tokens after `prompt`, with which `sequence` begins.
 
@@ -237,9 +277,7 @@ class OpenVLAModel(AdaptedModel):
         llama = self.language_model.model
         hidden, last = sequence.embeddings, llama.layers[-1]
         context = dict(
-            attention_mask=sequence.mask(
-                hidden.shape[1] if cache is None else cache.layers[0].max_cache_len, full=full
-            ),
+            attention_mask=sequence.mask(hidden.shape[1] if cache is None else cache.columns, full=full),
             position_embeddings=llama.rotary_emb(hidden, position_ids=sequence.positions),
             past_key_values=cache,
         )
@@ -249,9 +287,9 @@ class OpenVLAModel(AdaptedModel):
         states = self.predicting(hidden + attended, prompt, count)
         return llama.norm(states + last.mlp(last.post_attention_layernorm(states)))
 
-    def next_hidden(self, sequence: Sequence, cache: Any) -> Tensor:
+    def next_hidden(self, sequence: Sequence, cache: KeyValueCache) -> Tensor:
         """[B, D]: the state at the last column; the cache holds the keys and values of those before it."""
-        keys = functional.pad(sequence.valid, (0, cache.layers[0].max_cache_len - sequence.columns), value=False)
+        keys = functional.pad(sequence.valid, (0, cache.columns - sequence.columns), value=False)
         return self.language_model.model(
             inputs_embeds=sequence.embeddings[:, -1:],
             attention_mask=keys[:, None, None],

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.cuda_graphs import replayed
 from policies.files import check_tensors, read_state
 from policies.layers import checked_noise, counted_mean
 from policies.openvla.action_tokens import choose, score
@@ -40,6 +41,7 @@ STOP = 2
 HEADS = ("tokens", "l1")
 
 
+@replayed
 def chunk_states(model: OpenVLAModel, sequence: Sequence, count: int, stop: bool) -> Tensor:
     """[B, K, D]: the states that predict K = `count` tokens after the sequence, from one pass over everything."""
     rows, _, width = sequence.embeddings.shape

@@ -317,7 +317,9 @@ class TokenPolicy(lora.AdaptedPolicy):
     def _checkpointing(self) -> None:
         """Recompute activations in the backward pass, if that is asked for: transformers does so in training mode,
         which changes nothing else in a network without dropout."""
-        self.model.language_model.train(self.gradient_checkpointing and torch.is_grad_enabled())
+        wanted = self.gradient_checkpointing and torch.is_grad_enabled()
+        if self.model.language_model.training != wanted:
+            self.model.language_model.train(wanted)
 
     def _shaped(self, x: Tensor) -> Tensor:
         return x.view(-1, self.spec.chunk, self.spec.action_dim)

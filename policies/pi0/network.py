@@ -169,9 +169,8 @@ class Pi0Network(AdaptedModel):
 
     def _begins(self, tokens: int, device: torch.device) -> Tensor:
         """Places where the suffix's attention blocks begin: with the state, and with the first action."""
-        begins = torch.zeros(tokens, dtype=torch.bool, device=device)
-        begins[0] = begins[tokens - self.sizes.horizon] = True
-        return begins
+        place = torch.arange(tokens, device=device)
+        return (place == 0) | (place == tokens - self.sizes.horizon)
 
 
 def build_vision(sizes: VisionSizes) -> Any:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from policies import lora
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
-from policies.denoising import PICKING, Denoising, Field, stacked
+from policies.cuda_graphs import replayed
+from policies.denoising import PICKING, Denoising, Draws, Field, stacked
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, shown, write_tensors
 from policies.layers import checked_noise, counted_mean, mlp, only_counted
 from policies.lora import AdaptedModel, AdaptedPolicy
@@ -271,13 +272,17 @@ class Pi0(AdaptedPolicy):
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         seen = self._observation(inputs)
+        x, log_prob, value, trace = self._decided(seen, self.denoising.draws(noise, len(seen.state)))
+        return Action(self._actions(x, inputs), self._shaped(log_prob), value, trace)
+
+    @replayed
+    def _decided(self, seen: Observation, draws: Draws) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """The chunk [B, H * A], log-probs [B, E], values [B] and the trace."""
         prefix = self.network.prefix(seen)
         times = self.denoising.times.expand(len(seen.state), -1)
-        draws = self.denoising.draws(noise, len(seen.state))
         x, trace, field = self.denoising.run(draws, lambda x, i: self._field(prefix, seen.state, x, times[:, i]))
-        log_prob = self._shaped(self.denoising.log_prob(trace, field))
         value = self._value_of(self._summary(prefix, seen.state), seen.state)
-        return Action(self._actions(x, inputs), log_prob, value, trace)
+        return x, self.denoising.log_prob(trace, field), value, trace
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         state, times = self._state(inputs), self.denoising.times[trace["step"]]
