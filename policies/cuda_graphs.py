@@ -11,39 +11,52 @@ import dataclasses
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-MOST = 8
-"""Recordings of one module that are kept, the latest used ones: each keeps the memory of its tensors."""
+MOST = 32
+"""Recordings of one module that are kept, the latest used ones: each keeps the memory of what it takes and returns."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def replayed(function: Function) -> Function:
     """A decorator: on a GPU, without gradients, `function(module, ...)` is recorded and replayed as a CUDA graph.
 
-    The first call with arguments of some shapes runs as it is, the second one is recorded, and later ones replay it.
-    Tensors in the arguments and in what is returned may be in tuples, dictionaries and dataclasses; all else in the
-    arguments belongs to the shape. The function computes from its arguments and the module's tensors alone, never
-    waits for the device, and changes nothing. A recording is dropped when the module's tensors have moved (an
-    offload), and none is made of a module whose tensors are shards. What is returned is the caller's own.
+    The first call with arguments of some shapes runs the function, records it and replays the recording, as later calls
+    do: what a call returns does not depend on the calls before it. Tensors in the arguments and in what is returned may
+    be in tuples, dictionaries and dataclasses; all else in the arguments belongs to the shape. The function computes
+    from its arguments and the module's tensors alone, never waits for the device, and changes nothing. A recording is
+    dropped when the module's tensors have moved (an offload), and none is made of a module whose tensors are shards.
+    What is returned is the caller's own.
     """
 
     @functools.wraps(function)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         tensors, shape = taken_apart((args, kwargs))
-        direct = torch.is_grad_enabled() or not tensors or not all(tensor.is_cuda for tensor in tensors)
-        if direct or torch.cuda.is_current_stream_capturing():
+        recorded = tensors and all(tensor.is_cuda for tensor in tensors) and not torch.is_grad_enabled()
+        if not recorded or _one_by_one or torch.cuda.is_current_stream_capturing():
             return function(module, *args, **kwargs)
         if module not in _RECORDINGS:
             _RECORDINGS[module] = Recordings(module)
         return _RECORDINGS[module].call(function, module, tensors, shape)
 
     return cast(Function, call)
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Within it all kernels are launched one by one, to measure what recordings are worth."""
+    global _one_by_one
+    _one_by_one = True
+    try:
+        yield
+    finally:
+        _one_by_one = False
 
 
 def forget(module: nn.Module) -> None:
@@ -70,25 +83,22 @@ class Recordings:
         # The dictionaries that modules keep their tensors in: walking the modules anew takes milliseconds.
         self._held = [held for part in module.modules() for held in (part._parameters, part._buffers) if held]
         self._addresses: list[int] = []
-        self._found: OrderedDict[Hashable, Recording | None] = OrderedDict()
-        """None: called once so far."""
+        self._found: OrderedDict[Hashable, Recording] = OrderedDict()
         self._pool: Any = None
         self._lock = threading.Lock()
 
     def call(self, function: Callable[..., Any], module: nn.Module, tensors: list[Tensor], shape: Hashable) -> Any:
         """What the function returns."""
         with self._lock:
-            whole = self._look_at_tensors()
-            key = (function, shape, *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
-            if not whole or key not in self._found:
-                if whole:
-                    self._found[key] = None
-                    self._drop_oldest()
+            if not self._look_at_tensors():
                 return _called(function, module, tensors, shape)
-            recording = self._found[key]
-            if recording is None:
-                recording = self._found[key] = self._record(function, module, tensors, shape)
+            key = (function, shape, *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+            if key not in self._found:
+                self._found[key] = self._record(function, module, tensors, shape)
+                while len(self._found) > MOST:
+                    self._found.popitem(last=False)
             self._found.move_to_end(key)
+            recording = self._found[key]
             for own, given in zip(recording.given, tensors, strict=True):
                 own.copy_(given)
             recording.graph.replay()
@@ -105,14 +115,11 @@ class Recordings:
             self._found.clear()
         return True
 
-    def _drop_oldest(self) -> None:
-        while len(self._found) > MOST:
-            self._found.popitem(last=False)
-
     def _record(
         self, function: Callable[..., Any], module: nn.Module, tensors: list[Tensor], shape: Hashable
     ) -> Recording:
         given = [tensor.clone() for tensor in tensors]
+        _called(function, module, given, shape)  # libraries make on first use what cannot be made in a recording
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(tensors[0].device),
@@ -123,6 +130,7 @@ class Recordings:
         return Recording(graph, given, returned, returned_shape)
 
 
+_one_by_one = False
 _RECORDINGS: WeakKeyDictionary[nn.Module, Recordings] = WeakKeyDictionary()
 """Beside the modules, not in them: a copy of a module has none."""
 
