@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from sim_farm import conventions, corruptions
-from sim_farm.backends.libero import data_wheels, plus, pro
+from sim_farm.backends.libero import data_wheels, environment, plus, pro
 from sim_farm.backends.libero.tasks import find_task, task_count
+from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
-from sim_farm.perturbations import PICTURE, Perturbation
+from sim_farm.perturbations import PICTURE, Perturbation, TaskFile
 from sim_farm.registry import make_physics, make_renderer
 from tests.sim_farm import libero_suites as reference
 
@@ -211,6 +212,43 @@ def test_variants_equal_those_of_the_suites_to_the_last_bit(
         renderer.close()
         for name in CAMERAS:
             assert reference.digest(frames[name][0]) == record[name], name
+    physics.close()
+
+
+@pytest.mark.parametrize("task", ["libero/libero_goal/3", pytest.param("libero/libero_10/9", marks=pytest.mark.slow)])
+def test_a_model_without_meshes_has_the_fields_of_the_whole_one(task: str) -> None:
+    """Of a task with drawers or doors, and of a variant of it: what a variant's layout is read from."""
+    own = find_task(task)
+    variant = plus.table(task, "intended", ("objects",), LEVELS)[0]
+    (change,) = (change for change in variant.scene if isinstance(change, TaskFile))
+    for file in (own, data_wheels.task_of(own, change)):
+        found: list[tuple[dict[str, np.ndarray], Any]] = []
+
+        def compile_model(xml: str, found: list[Any] = found) -> Any:
+            whole = mujoco.MjModel.from_xml_string(xml)
+            fields = {name: getattr(whole, name).copy() for name in environment.FIELDS}
+            found.append((fields, environment.bare(xml)))
+            return whole
+
+        environment._build(file, compile_model)
+        whole, bare = found[0]
+        for name in environment.FIELDS:
+            assert np.array_equal(getattr(bare, name), whole[name]), name
+
+
+def test_an_environment_is_after_a_variant_what_it_was_before() -> None:
+    task = "libero/libero_spatial/0"
+    table = plus.table(task, "intended", ("objects",), LEVELS)[:2]
+    physics = make_physics(TaskSpec(task, perturbations=table))
+    actions = np.array(reference.ACTIONS, np.float32)
+
+    def episode(perturbation: int | None) -> list[bytes]:
+        begun = physics.reset(EpisodeSpec(reference.SEED, 0, perturbation=perturbation))
+        return [begun.state.tobytes(), physics.step(actions).state.tobytes()]
+
+    expected = [episode(number) for number in (None, 0, 1)]
+    assert len({states[0] for states in expected}) == 3
+    assert [episode(number) for number in (0, None, 1, 1, None)] == [expected[i] for i in (1, 0, 2, 2, 0)]
     physics.close()
 
 

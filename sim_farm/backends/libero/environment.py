@@ -21,6 +21,7 @@ import io
 import itertools
 import types
 import weakref
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,10 +84,12 @@ NOTHING = "<mujoco/>"
 class SharedModel:
     """A compiled task. Exactly one user's `FIELDS` are in it at a time."""
 
-    def __init__(self, model: mujoco.MjModel, pristine: dict[str, np.ndarray], parts_dim: int) -> None:
+    def __init__(self, model: mujoco.MjModel, pristine: dict[str, np.ndarray], names: bytes, parts_dim: int) -> None:
         self.model = model
         self.pristine = pristine
         """`FIELDS` of the model as compiled."""
+        self.names = names
+        """Of what it consists of (`bare`)."""
         self.parts_dim = parts_dim
         """Numbers of the state that belong to objects and fixtures."""
         self._user: ModelUser | None = None
@@ -107,7 +110,7 @@ class ModelUser:
     """One environment's values of the fields of a shared model."""
 
     def __init__(self, shared: SharedModel, compiled: Mapping[str, np.ndarray] | None = None) -> None:
-        """`compiled` are the fields of another task file (`layout_of`); None: the model's own."""
+        """`compiled` are the fields of another task file (`build_variant`); None: the model's own."""
         self.shared = shared
         self._compiled = shared.pristine if compiled is None else compiled
         self.fields = {name: array.copy() for name, array in self._compiled.items()}
@@ -137,34 +140,63 @@ def shared_model(task: LiberoTask) -> SharedModel:
 
 
 def _compiled(task: LiberoTask) -> SharedModel:
-    compiled: list[tuple[mujoco.MjModel, dict[str, np.ndarray]]] = []
+    compiled: list[tuple[mujoco.MjModel, dict[str, np.ndarray], bytes]] = []
 
     def compile_model(xml: str) -> mujoco.MjModel:
         if not compiled:
             model = mujoco.MjModel.from_xml_string(xml)
             # Copied at once: an environment moves fixtures as soon as it is built.
-            compiled.append((model, {name: getattr(model, name).copy() for name in FIELDS}))
+            compiled.append((model, _fields(model), bare(xml).names))
             # MuJoCo keeps what it parsed last, here 200 MB of textures, until it parses something else.
             mujoco.MjModel.from_xml_string(NOTHING)
         return compiled[0][0]
 
     env = _build(task, compile_model)
-    model, pristine = compiled[0]
-    return SharedModel(model, pristine, sum(7 + len(joints) for _, joints in parts(env)))
+    model, pristine, names = compiled[0]
+    return SharedModel(model, pristine, names, sum(7 + len(joints) for _, joints in parts(env)))
 
 
-def layout_of(shared: SharedModel, task: LiberoTask) -> Mapping[str, np.ndarray]:
-    """The fields of the task's model, where that is the shared one in all else. Raises `FarmError` where it is not."""
-    other = _compiled(task)
-    if other.model.names != shared.model.names:
-        raise FarmError(f"{task.bddl} has other objects than {task.suite} {task.index}")
-    return other.pristine
+def _fields(model: mujoco.MjModel) -> dict[str, np.ndarray]:
+    return {name: getattr(model, name).copy() for name in FIELDS}
+
+
+def bare(xml: str) -> mujoco.MjModel:
+    """The model without meshes, textures and materials, in place of which there are small balls: compiled in
+    milliseconds where the whole takes half a second. Its `FIELDS` are the whole one's, to the last bit."""
+    root = ElementTree.fromstring(xml)  # noqa: S314 # robosuite has just written it
+    for listed in root.findall("asset"):
+        root.remove(listed)
+    for part in root.iter():
+        part.attrib.pop("material", None)
+        if part.attrib.pop("mesh", None) is not None or part.get("type") == "mesh":
+            part.attrib |= {"type": "sphere", "size": "0.01"}
+    return mujoco.MjModel.from_xml_string(ElementTree.tostring(root, encoding="unicode"))
 
 
 def build_environment(task: LiberoTask, user: ModelUser) -> Any:
     """A new environment of the task (robosuite's class, as LIBERO's `ControlEnv` makes it) on the user's model."""
     user.restore()
     return _build(task, lambda xml: user.shared.model)
+
+
+def build_variant(task: LiberoTask, shared: SharedModel) -> tuple[Any, ModelUser]:
+    """A new environment of another task file on the model, whose objects lie elsewhere, and its user of the model.
+
+    Raises `FarmError` where it has other objects.
+    """
+    users: list[ModelUser] = []
+
+    def lay_out(xml: str) -> mujoco.MjModel:
+        if not users:
+            found = bare(xml)
+            if found.names != shared.names:
+                raise FarmError(f"{task.bddl} has other objects than {task.suite} {task.index}")
+            users.append(ModelUser(shared, _fields(found)))
+        users[0].restore()
+        return shared.model
+
+    env = _build(task, lay_out)
+    return env, users[0]
 
 
 def _build(task: LiberoTask, compile_model: Callable[[str], mujoco.MjModel]) -> Any:

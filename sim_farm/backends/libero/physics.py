@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from sim_farm.backends.libero.environment import (
     SceneLayout,
     SharedModel,
     build_environment,
+    build_variant,
     callers_generator,
     camera_names,
     fast_contact_check,
-    layout_of,
     parts,
     shared_model,
     stream_of,
@@ -51,6 +51,28 @@ ROBOT_STATE = 25
 """Leading numbers of the state that belong to the robot."""
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """robosuite's environment of a task file, and what is read of it once."""
+
+    task: LiberoTask
+    env: Any
+    user: ModelUser
+    visible: list[tuple[Any, Any]]
+    """For each part its sites that the task's logic shows or hides, and how they begin."""
+    samplers: list[Any]
+    layout: SceneLayout | None
+    sensors: _Sensors
+    progress: Progress | None
+    recorded_model: RecordedModel
+    home: Any
+
+    def free(self) -> None:
+        self.env.robots[0].controller.__dict__.clear()
+        self.env.sim.data._data = None
+        self.env.__dict__.clear()
+
+
 class LiberoPhysics:
     """One environment of a LIBERO task.
 
@@ -67,11 +89,13 @@ class LiberoPhysics:
     """
 
     def __init__(self, spec: TaskSpec) -> None:
-        self._own_task = find_task(spec.name)
-        shared = shared_model(self._own_task)
-        self.info = describe(spec, self._own_task, shared)
-        self._env: Any = None
-        self._load(self._own_task, ModelUser(shared))
+        task = find_task(spec.name)
+        shared = shared_model(task)
+        self.info = describe(spec, task, shared)
+        user = ModelUser(shared)
+        self._at: _Loaded | None = None
+        self._own: _Loaded | None = self._loaded(task, build_environment(task, user), user)
+        self._have(self._own)
         self._episode = EpisodeSpec(0)
         self._done = 0.0
         """The goal's progress after the last env step, where the reward is dense."""
@@ -82,25 +106,37 @@ class LiberoPhysics:
         """True if a recording is followed: to its end, solved or not."""
         self._seen: PhysicsResult | None = None
 
-    def _load(self, task: LiberoTask, user: ModelUser) -> None:
-        """Have the environment of that task: this one's own, or one of the same objects."""
-        self._free()
-        self._task, self._user = task, user
-        self._env = build_environment(task, user)
-        self._env.check_contact = fast_contact_check(self._env)
-        self._data: Any = self._env.sim.data._data
-        self._visible = [(shown, dict(shown)) for shown in visual_states(self._env)]
-        """For each part its sites that the task's logic shows or hides, and how they begin."""
-        self._samplers = list(self._env.object_property_initializers)
-        self._layout = SceneLayout(user.shared) if self.info.cameras else None
-        self._sensors: _Sensors | None = _Sensors(self._env)
-        self._progress = Progress(self._env) if self.info.spec.reward == "dense" else None
-        self._recorded_model = RecordedModel(self._env)
-        self._home = self._env.robots[0].init_qpos
+    def _loaded(self, task: LiberoTask, env: Any, user: ModelUser) -> _Loaded:
+        env.check_contact = fast_contact_check(env)
+        return _Loaded(
+            task,
+            env,
+            user,
+            visible=[(shown, dict(shown)) for shown in visual_states(env)],
+            samplers=list(env.object_property_initializers),
+            layout=SceneLayout(user.shared) if self.info.cameras else None,
+            sensors=_Sensors(env),
+            progress=Progress(env) if self.info.spec.reward == "dense" else None,
+            recorded_model=RecordedModel(env),
+            home=env.robots[0].init_qpos,
+        )
+
+    def _have(self, loaded: _Loaded) -> None:
+        """Go on with that environment: the task's own, or that of another file of its objects, which is then freed."""
+        self._free_variant()
+        self._at = loaded
+        self._task, self._user = loaded.task, loaded.user
+        self._env: Any = loaded.env
+        self._data: Any = loaded.env.sim.data._data
+        self._visible, self._samplers, self._layout = loaded.visible, loaded.samplers, loaded.layout
+        self._sensors: _Sensors | None = loaded.sensors
+        self._progress: Progress | None = loaded.progress
+        self._recorded_model, self._home = loaded.recorded_model, loaded.home
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        if self._task is not self._own_task:
-            self._load(self._own_task, ModelUser(shared_model(self._own_task)))
+        assert self._own is not None, "the environment is closed"
+        if self._at is not self._own:
+            self._have(self._own)
         self._env.robots[0].init_qpos = self._home
         return self._begin(episode)
 
@@ -142,8 +178,9 @@ class LiberoPhysics:
             self._env.robots[0].init_qpos = np.array(change.joints)
             return self._begin(self._episode)
         if isinstance(change, TaskFile):
-            task = task_of(self._own_task, change)
-            self._load(task, ModelUser(self._user.shared, layout_of(self._user.shared, task)))
+            assert self._own is not None, "the environment is closed"
+            task = task_of(self._own.task, change)
+            self._have(self._loaded(task, *build_variant(task, self._own.user.shared)))
             return self._begin(self._episode)
         self._user.take()
         env, model, data = self._env, self._user.shared.model, self._data
@@ -208,14 +245,14 @@ class LiberoPhysics:
         """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
         free them some time, does not see how much memory hangs on them."""
         self._steps_left, self._control, self._seen = 0, None, None
-        self._free()
+        self._free_variant()
+        if self._own is not None:
+            self._own.free()
+        self._own = self._at = self._env = self._data = self._sensors = self._progress = None
 
-    def _free(self) -> None:
-        if self._env is not None:
-            self._env.robots[0].controller.__dict__.clear()
-            self._env.sim.data._data = None
-            self._env.__dict__.clear()
-        self._env = self._data = self._sensors = self._progress = None
+    def _free_variant(self) -> None:
+        if self._at is not None and self._at is not self._own:
+            self._at.free()
 
     def _gain(self) -> float:
         """Gain of the goal's progress since the last call; 0 if the reward is sparse."""
