@@ -24,7 +24,7 @@ from embodied.workflows.context import make_policy, policy_spec, task_spec
 from embodied.workflows.sizes import tasks_of
 from policies.contract import Inputs, Policy
 from schedulers import Cluster, ComponentProfile, Point, Profile, Workflow
-from schedulers.cards import EFFICIENCY, Card, find_card
+from schedulers.cards import EFFICIENCY, UPDATE_EFFICIENCY, Card, find_card
 from sim_farm.workers.hosts import InProcess
 
 TRAINED_COPIES = 4
@@ -107,8 +107,8 @@ def with_estimates(profile: Profile, config: Config, workflow: Workflow, cluster
     size, trained = nbytes(policy), sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
     held = float(size + (TRAINED_COPIES - 1) * trained)
     estimated = {
-        roles.policy: replace(_on(acting, decisions, card), resident_bytes=float(size)),
-        roles.learner: replace(_on(learning, updates, card), resident_bytes=held),
+        roles.policy: replace(_on(acting, decisions, card, EFFICIENCY), resident_bytes=float(size)),
+        roles.learner: replace(_on(learning, updates, card, UPDATE_EFFICIENCY), resident_bytes=held),
     }
     return replace(profile, components={**profile.components, **estimated})
 
@@ -125,12 +125,12 @@ def update_seconds(costs: Costs, config: Config, workflow: Workflow, items: int,
     minibatch = min(optim.minibatch or samples, samples)
     micro_batch = min(optim.micro_batch or minibatch, minibatch)
     work = costs.update(micro_batch, False)
-    return optim.epochs * math.ceil(samples / micro_batch) * card.seconds(work.flops, work.nbytes)
+    return optim.epochs * math.ceil(samples / micro_batch) * card.seconds(work.flops, work.nbytes, UPDATE_EFFICIENCY)
 
 
-def _on(component: ComponentProfile, seconds: dict[int, float], card: Card) -> ComponentProfile:
+def _on(component: ComponentProfile, seconds: dict[int, float], card: Card, efficiency: float) -> ComponentProfile:
     points = tuple(Point(batch, 1, value, value, value) for batch, value in seconds.items())
-    words = f"roofline of the {card.name} at {EFFICIENCY:.0%} of its rate"
+    words = f"roofline of the {card.name} at {efficiency:.0%} of its rate"
     return replace(
         component,
         pool="accelerators",

@@ -18,7 +18,7 @@ from embodied.planning.estimates import ExecutedCosts, card_of, decision_seconds
 from embodied.planning.run_plans import sized_workflow
 from policies.contract import Inputs, PolicySpec
 from schedulers import Cluster, Node, Plan, Profile
-from schedulers.cards import CARDS, EFFICIENCY
+from schedulers.cards import CARDS, EFFICIENCY, UPDATE_EFFICIENCY
 from tests.embodied import planned
 from tests.embodied.planned import ENVS, SETTINGS, Commands
 from tests.embodied.test_bench_policy import tiny, tiny_flow
@@ -38,8 +38,10 @@ def test_policy_and_learner_are_planned_on_a_card_by_its_roofline(
     output = embodied.done("plan", "small.yaml", "--cluster", "cluster.yaml", "--json", "result.json")
     plan, result = schedulers.load(Plan, "plan/plan.json"), json.loads(Path("result.json").read_text())
     assert plan.pools == {"physics": "cores", "policy": "accelerators", "learner": "accelerators"}
-    said = "Times of policy, learner are estimated: roofline of the H100 at 40% of its rate; measure with `embodied"
-    assert said in output and "With all components on cores, as measured, an iteration would take" in output
+    for name, share in (("policy", 40), ("learner", 25)):
+        said = f"Times of {name} are estimated: roofline of the H100 at {share}% of its rate; measure with `embodied"
+        assert said in output
+    assert "With all components on cores, as measured, an iteration would take" in output
     assert result["estimated"] == ["policy", "learner"] and result["on_cores_iteration_s"] > result["iteration_s"]
     written = schedulers.load(Profile, "plan/profile.json")
     assert written.components["physics"] == profile.components["physics"]
@@ -114,7 +116,7 @@ def test_an_update_takes_all_epochs_micro_batches() -> None:
             return []
 
         def update(self, rows: int, cached: bool) -> Work:
-            return Work(rows * H100.flops_per_s * EFFICIENCY)
+            return Work(rows * H100.flops_per_s * UPDATE_EFFICIENCY)
 
     changed = {**SETTINGS, "optim": {**SETTINGS["optim"], "epochs": 3, "micro_batch": 4}}
     config = parse_config(changed, "test")
