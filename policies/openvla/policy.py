@@ -39,8 +39,8 @@ from policies.small.encoders import vector
 from policies.transforms import Gripper, Transforms
 
 BFLOAT16_TOLERANCE = 1e-1
-"""Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic, which rounds tokens that are decoded one after the
-other and tokens in one pass otherwise: 3.2e-2 for 7B parameters on an H200 (benchmarks/results/gpu.json)."""
+"""Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic. It rounds tokens that are decoded one by one
+otherwise than tokens in one pass: 3.2e-2 for 7B parameters on an H200 (benchmarks/results/gpu.json)."""
 FEATURES = "features"
 """Entry of a trace: the result of `precompute`."""
 
