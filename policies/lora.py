@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from policies.contract import Policy, PolicyError
+from policies.cuda_graphs import one_by_one
 from policies.files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -325,7 +326,8 @@ def switched_off(model: AdaptedModel) -> Iterator[None]:
     for layer in layers:
         layer.enable_adapters(False)
     try:
-        yield
+        with one_by_one():  # no tensor shows that the adapter is off
+            yield
     finally:
         for layer in layers:
             layer.enable_adapters(True)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
-from policies.cuda_graphs import replayed
+from policies.cuda_graphs import replayed, replaying
 from policies.files import check_tensors, read_state
 from policies.layers import checked_noise, counted_mean
 from policies.openvla.action_tokens import choose, score
@@ -101,6 +101,7 @@ class OpenVLAOFT(TokenPolicy):
             raise PolicyError("openvla_oft reads images: it needs at least one camera in spec.cameras")
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
+    @replaying()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         states = self.states(inputs)
         value = self.value_head(states[:, 0])

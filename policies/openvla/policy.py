@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.cuda_graphs import replaying
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.kinds import check_folders
 from policies.layers import checked_noise, counted_mean, only_counted
@@ -347,6 +348,7 @@ class OpenVLA(TokenPolicy):
             )
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
+    @replaying()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         if noise is not None:
             noise = checked_noise(noise, self.noise_dim)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from policies import lora
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
-from policies.cuda_graphs import replayed
+from policies.cuda_graphs import replayed, replaying
 from policies.denoising import PICKING, Denoising, Draws, Field, stacked
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, shown, write_tensors
 from policies.layers import checked_noise, counted_mean, mlp, only_counted
@@ -270,6 +270,7 @@ class Pi0(AdaptedPolicy):
     # --- the contract
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
+    @replaying()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         seen = self._observation(inputs)
         x, log_prob, value, trace = self._decided(seen, self.denoising.draws(noise, len(seen.state)))

@@ -161,8 +161,8 @@ def _fields(model: mujoco.MjModel) -> dict[str, np.ndarray]:
 
 
 def bare(xml: str) -> mujoco.MjModel:
-    """The model without meshes, textures and materials, in place of which there are small balls: compiled in
-    milliseconds where the whole takes half a second. Its `FIELDS` are the whole one's, to the last bit."""
+    """The model with small balls in place of meshes, and without textures and materials: compiled in milliseconds where
+    the whole takes half a second. Its `FIELDS` are the whole one's, to the last bit."""
     root = ElementTree.fromstring(xml)  # noqa: S314 # robosuite has just written it
     for listed in root.findall("asset"):
         root.remove(listed)

@@ -93,9 +93,9 @@ class LiberoPhysics:
         shared = shared_model(task)
         self.info = describe(spec, task, shared)
         user = ModelUser(shared)
-        self._at: _Loaded | None = None
+        self._current: _Loaded | None = None
         self._own: _Loaded | None = self._loaded(task, build_environment(task, user), user)
-        self._have(self._own)
+        self._use(self._own)
         self._episode = EpisodeSpec(0)
         self._done = 0.0
         """The goal's progress after the last env step, where the reward is dense."""
@@ -121,10 +121,14 @@ class LiberoPhysics:
             home=env.robots[0].init_qpos,
         )
 
-    def _have(self, loaded: _Loaded) -> None:
+    def _use(self, loaded: _Loaded) -> None:
         """Go on with that environment: the task's own, or that of another file of its objects, which is then freed."""
+        if self._current is not None:  # the model is shared: what a recording has put into it goes
+            self._user.take()
+            self._recorded_model.restore()
         self._free_variant()
-        self._at = loaded
+        self._control, self._steps_left = None, 0
+        self._current = loaded
         self._task, self._user = loaded.task, loaded.user
         self._env: Any = loaded.env
         self._data: Any = loaded.env.sim.data._data
@@ -135,8 +139,8 @@ class LiberoPhysics:
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         assert self._own is not None, "the environment is closed"
-        if self._at is not self._own:
-            self._have(self._own)
+        if self._current is not self._own:
+            self._use(self._own)
         self._env.robots[0].init_qpos = self._home
         return self._begin(episode)
 
@@ -180,7 +184,7 @@ class LiberoPhysics:
         if isinstance(change, TaskFile):
             assert self._own is not None, "the environment is closed"
             task = task_of(self._own.task, change)
-            self._have(self._loaded(task, *build_variant(task, self._own.user.shared)))
+            self._use(self._loaded(task, *build_variant(task, self._own.user.shared)))
             return self._begin(self._episode)
         self._user.take()
         env, model, data = self._env, self._user.shared.model, self._data
@@ -248,11 +252,11 @@ class LiberoPhysics:
         self._free_variant()
         if self._own is not None:
             self._own.free()
-        self._own = self._at = self._env = self._data = self._sensors = self._progress = None
+        self._own = self._current = self._env = self._data = self._sensors = self._progress = None
 
     def _free_variant(self) -> None:
-        if self._at is not None and self._at is not self._own:
-            self._at.free()
+        if self._current is not None and self._current is not self._own:
+            self._current.free()
 
     def _gain(self) -> float:
         """Gain of the goal's progress since the last call; 0 if the reward is sparse."""
