@@ -114,6 +114,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
             "engine",
             "engine_timeout_s",
             "gradient_checkpointing",
+            "value_per_action",  # the head is the same
             "spec.chunk",
             "spec.horizon",
         }

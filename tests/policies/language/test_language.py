@@ -186,6 +186,14 @@ def test_a_saved_policy_is_the_policy(policy, tmp_path: Path):
     assert torch.equal(one.chunk, two.chunk) and torch.equal(one.log_prob, two.log_prob)
 
 
+def test_a_policy_with_a_value_for_each_token_begins_with_one_that_has_one_value(policy, tmp_path: Path):
+    policies.save(policy, tmp_path / "saved")
+    other = policies.build("language", SPEC, 1, checkpoint=policy.options.checkpoint, rows=2)
+    policies.load_into(other, tmp_path / "saved")
+    first, second = policy.act(inputs(), noise()), other.act(inputs(), noise())
+    assert torch.equal(first.value[:, 0], second.value) and torch.equal(first.log_prob, second.log_prob)
+
+
 def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path):
     folder = written(tmp_path / "base")
     first = policies.build("language", SPEC, 0, checkpoint=str(folder))
