@@ -164,7 +164,7 @@ class KeyValueCache:
     """
 
     is_compileable = False
-    """transformers asks: False, as in `policies.language.generation.RowCache`, keeps it from compiling the pass."""
+    """transformers asks: False keeps it from compiling the pass."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
