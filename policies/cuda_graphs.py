@@ -91,7 +91,7 @@ class Recording:
     given: list[Tensor]
     returned: list[Tensor]
     shape: Hashable
-    """Of what is returned."""
+    """What `taken_apart` leaves of the returned value."""
 
 
 class Recordings:
@@ -108,7 +108,7 @@ class Recordings:
         self._stream: torch.cuda.Stream | None = None
 
     def call(self, function: Callable[..., Any], module: nn.Module, tensors: list[Tensor], shape: Hashable) -> Any:
-        """What the function returns."""
+        """The function's result: of a replay where there is a recording, and else of the function itself."""
         whole = self._drop_if_moved()
         key = (function, shape, *((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
         if whole and key not in self._found and len(self._found) < MOST:

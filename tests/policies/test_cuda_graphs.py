@@ -1,4 +1,4 @@
-"""What can be seen without a GPU: which calls are recorded, when recordings are dropped, and what their callers get.
+"""Recorded calls, dropped recordings and what callers get of them, as far as all that can be seen without a GPU.
 
 In place of a graph stands one that runs the function again on the recording's own tensors, as a graph's kernels would.
 Graphs themselves are measured, and compared to the last bit, by `python benchmarks/gpu.py --only graph`.
@@ -10,6 +10,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from embodied.bench.measured_policy import build, make_inputs
 from embodied.bench.settings import BenchPolicy
+from embodied.learning.offload import Offload
 from policies import cuda_graphs
 from policies.conformance import laws
 from policies.cuda_graphs import (
@@ -82,6 +84,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         graph: Any = Again(lambda: taken_apart(run())[0], returned)
         return Recording(graph, given, returned, returned_shape)
 
+    # Only a GPU has graphs: what surrounds them is the real thing, and each recording runs the function again.
     monkeypatch.setattr(Recordings, "_record", record)
     monkeypatch.setattr(cuda_graphs, "_recordable", bool)
     yield names
@@ -134,6 +137,19 @@ def test_other_shapes_and_moved_tensors_are_recorded_anew(recorded: list[str]) -
 
 
 @torch.no_grad()
+def test_an_offload_frees_recordings(recorded: list[str], tmp_path: Path) -> None:
+    module = Linear()
+    with replaying():
+        module.of(pair())
+        assert module in cuda_graphs._RECORDINGS
+        leaving = Offload(tmp_path / "spill.safetensors", nn.Sequential(module), None)
+        leaving.unload()
+        assert module not in cuda_graphs._RECORDINGS
+        leaving.load()
+        assert module.of(pair())["sum"].tolist() == [8, 8]
+
+
+@torch.no_grad()
 def test_without_memory_for_a_recording_the_function_runs_as_it_is(
     recorded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +159,7 @@ def test_without_memory_for_a_recording_the_function_runs_as_it_is(
         tries.append(1)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Recordings, "_record", record)
+    monkeypatch.setattr(Recordings, "_record", record)  # a GPU's memory cannot be filled up here
     module = Linear()
     with replaying():
         assert [module.of(pair())["sum"].tolist() for _ in range(3)] == [[8, 8]] * 3
@@ -169,6 +185,7 @@ def test_copies_have_no_recordings_and_what_is_no_tensor_has_to_be_hashable(reco
     assert Linear.of.__doc__ == "As it says."
     with torch.no_grad(), replaying():
         expected = module.of(pair())["sum"].tolist()
+        # A policy is copied for its shards (embodied.learning.parallel); a graph can be neither copied nor pickled.
         for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert other.of(pair())["sum"].tolist() == expected
         with pytest.raises(TypeError, match="unhashable"):
@@ -222,7 +239,7 @@ def test_a_decision_without_the_adapter_is_not_one_that_was_recorded_with_it(
     def replay(_: Again) -> None:
         raise AssertionError("a graph knows nothing of an adapter that is switched off")
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch:  # the test's replay runs Python, which would see the adapter's state
         patch.setattr(Again, "replay", replay)
         with policy.without_adapter():
             bare = policy.act(inputs, noise)

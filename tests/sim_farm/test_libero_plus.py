@@ -217,7 +217,7 @@ def test_variants_equal_those_of_the_suites_to_the_last_bit(
 
 @pytest.mark.parametrize("task", ["libero/libero_goal/3", pytest.param("libero/libero_10/9", marks=pytest.mark.slow)])
 def test_a_model_without_meshes_has_the_fields_of_the_whole_one(task: str) -> None:
-    """Of a task with drawers or doors, and of a variant of it: what a variant's layout is read from."""
+    """The layout of a variant is read from such a model: here of a task with drawers or doors, and of its variant."""
     own = find_task(task)
     variant = plus.table(task, "intended", ("objects",), LEVELS)[0]
     (change,) = (change for change in variant.scene if isinstance(change, TaskFile))

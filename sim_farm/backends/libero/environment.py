@@ -89,7 +89,7 @@ class SharedModel:
         self.pristine = pristine
         """`FIELDS` of the model as compiled."""
         self.names = names
-        """Of what it consists of (`bare`)."""
+        """Names of its bodies, joints, sites, ... without those of meshes, textures and materials (`bare`)."""
         self.parts_dim = parts_dim
         """Numbers of the state that belong to objects and fixtures."""
         self._user: ModelUser | None = None

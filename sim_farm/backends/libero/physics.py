@@ -123,9 +123,6 @@ class LiberoPhysics:
 
     def _use(self, loaded: _Loaded) -> None:
         """Go on with that environment: the task's own, or that of another file of its objects, which is then freed."""
-        if self._current is not None:  # the model is shared: what a recording has put into it goes
-            self._user.take()
-            self._recorded_model.restore()
         self._free_variant()
         self._control, self._steps_left = None, 0
         self._current = loaded
