@@ -53,6 +53,9 @@ torch_options() {
     fi
 }
 
+case $PWD in *[[:space:]]*) die "the path of this folder has a blank: '$PWD'. Ray, which runs the workers, cannot start them from
+a virtual environment in such a folder. Move the folder to a path without blanks." ;; esac
+
 [ -x .venv/bin/python ] && .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
 
 say "installing Python packages into .venv (some minutes the first time)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # Before NumPy and PyTorch are loaded, here and in processes that tests start: small matrices are fastest on one thread,
 # and the processes of a test run share the cores.
@@ -22,6 +24,7 @@ os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 
 from sim_farm.shared_memory import memory  # noqa: E402
+from tests import shares  # noqa: E402
 
 # A shell starts what it puts into the background with SIGINT ignored, and Python then leaves it so. Tests send
 # it to themselves.
@@ -29,7 +32,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # until `pytest_collection_finish`
 
-ROOT = Path(__file__).parent.parent
 RAY = "ray_runtime"
 """Fixture of the Ray that files share."""
 WITH_RAY = (RAY, "tests.embodied.planned", "tests.embodied import planned")
@@ -40,7 +42,7 @@ CLOSING = "test_closing_leaves_no_process_and_no_shared_memory"
 
 @cache
 def _group(file: str) -> str:
-    text = (ROOT / file).read_text()
+    text = Path(file).read_text()
     return RAY if any(word in text for word in WITH_RAY) else file
 
 
@@ -49,18 +51,65 @@ class FilesTogether(LoadScopeScheduling):
     use the shared Ray go to one process: Ray starts once for a test run."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return _group(nodeid.partition("::")[0])
+        return _group(str(self.config.rootpath / nodeid.partition("::")[0]))
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """The test that ended the process, if one has. It has failed, and is not run again: it would end the next
+        process too, and the run would never end."""
+        units = self.assigned_work[node].values()
+        left = next(((unit, name) for unit in units for name, done in unit.items() if not done), None)
+        if left is None:
+            return super().remove_node(node)
+        unit, crashed = left
+        unit[crashed] = True
+        super().remove_node(node)
+        return crashed
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
     return FilesTogether(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", help="run this share of the slow tests alone (tests/shares.py); `next`: CI's next one")
+    parser.addoption("--slow-seconds", type=Path, help="add the seconds of each file's slow tests to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have only the share's files collected: looking at all takes minutes."""
+    if (wanted := config.getoption("--share")) is None:
+        return
+    try:
+        chosen = shares.share(shares.next_number() if wanted == "next" else int(wanted))
+    except (shares.NoShare, ValueError) as error:
+        raise pytest.UsageError(f"--share {wanted}: {error}") from error
+    config.args[:] = [str(config.rootpath / file) for file in chosen.files]
+    config.option.markexpr = "slow"
+
+
+SECONDS: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = report.nodeid.partition("::")[0]
+    if "slow" in report.keywords:
+        SECONDS[file] = SECONDS.get(file, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--slow-seconds")
+    if path is None or hasattr(session.config, "workerinput"):
+        return
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    found = before | {file: round(seconds, 1) for file, seconds in SECONDS.items()}
+    path.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests that share Ray first, as together they take longest, and the one that closes it last of them."""
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
-        return _group(item.location[0]) != RAY, item.name == CLOSING
+        return _group(str(item.path)) != RAY, item.name == CLOSING
 
     items.sort(key=place)  # stable: otherwise in pytest's order
 
@@ -69,6 +118,19 @@ def pytest_collection_finish() -> None:
     """What was imported and collected is there to the end: looking at it again and again is a sixth of a run's time."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def libero_suites() -> None:
+    """Skips tests that read LIBERO-Plus' and LIBERO-PRO's files where `make suites` has not fetched them."""
+    from sim_farm.backends.libero import data_wheels
+    from sim_farm.contract import FarmError
+
+    try:
+        for wheel in (data_wheels.PLUS, data_wheels.PRO):
+            data_wheels.unpacked(wheel)
+    except FarmError as error:
+        pytest.skip(f"{error} (`make suites` does, and `make test`)")
 
 
 @pytest.fixture

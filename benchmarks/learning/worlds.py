@@ -1,14 +1,15 @@
-"""What the small base checkpoints have seen: pictures of a task's scenes, and where gripper and objects are in them."""
+"""What the small base checkpoints have seen: pictures of a task's scenes, and the places of gripper and objects."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sim_farm
 from embodied.reporting.live import steps
@@ -21,11 +22,38 @@ first and second object, in metres."""
 
 
 @dataclass(frozen=True)
+class Eye:
+    """The pinhole camera that the pictures are drawn by: square pictures, lengths in metres."""
+
+    position: tuple[float, float, float]
+    right: tuple[float, float, float]
+    up: tuple[float, float, float]
+    angle: float
+    """Field of view in radians."""
+
+    def points(self, places: Tensor) -> Tensor:
+        """Where places [..., 3] (metres) are seen: column, row and depth [..., 3], each in -1..1 in sight. The first
+        pixel of a picture is at (-1, -1); depth 0 is that of the world's origin, 1 is `DEPTH_M` farther."""
+        right, up = (nn.functional.normalize(torch.tensor(v), dim=0) for v in (self.right, self.up))
+        forward = torch.linalg.cross(up, right)
+        seen = places - torch.tensor(self.position)
+        depth = seen @ forward
+        half = depth * math.tan(self.angle / 2)
+        middle = -torch.tensor(self.position) @ forward
+        points = torch.stack((seen @ right / half, -(seen @ up) / half, (depth - middle) / DEPTH_M), -1)
+        return points.clamp(-1, 1)
+
+
+DEPTH_M = 0.3
+
+
+@dataclass(frozen=True)
 class World:
     """A scene with a gripper and two objects, which can be told apart by their names alone."""
 
     task: str
     camera: str
+    eye: Eye
     size: str
     """The network's: the end of its name in `policies.openvla.sizes` and `policies.pi0.sizes`."""
     image_size: int
@@ -37,9 +65,13 @@ class World:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """First where the three are, then the way from the gripper to each object."""
-        ways = (f"point from the gripper to the {name}" for name in self.objects)
-        return ("point at the gripper", *(f"point at the {name}" for name in self.objects), *ways)
+        """Where the three are."""
+        return ("point at the gripper", *(f"point at the {name}" for name in self.objects))
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The way from the gripper to each object."""
+        return tuple(f"point from the gripper to the {name}" for name in self.objects)
 
 
 POSE_NUMBERS = 5
@@ -101,9 +133,11 @@ def _draw_cubes(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor,
     return torch.from_numpy(np.array(frames)), torch.from_numpy(np.array(places, np.float32))
 
 
-TABLE = World("tabletop/reach_red", "front", "small", 56, ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table)
+FRONT = Eye((0.60, 0.0, 0.47), (0.0, 1.0, 0.0), (-0.55, 0.0, 0.835), math.radians(50))
+BASE_CAMERA = Eye((0.4, 0.0, 0.45), (0.0, 1.0, 0.0), (-0.43, 0.0, 0.4), 1.0)
+TABLE = World("tabletop/reach_red", "front", FRONT, "small", 56, ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table)
 CUBES = World(
-    "maniskill/PushRedCube-v1", "base_camera", "small-128", 128, ("red cube", "green cube"),
+    "maniskill/PushRedCube-v1", "base_camera", BASE_CAMERA, "small-128", 128, ("red cube", "green cube"),
     (-0.20, -0.18, 0.0), (0.25, 0.18, 0.25), _draw_cubes,
 )  # fmt: skip
 WORLDS = {"table": TABLE, "cubes": CUBES}

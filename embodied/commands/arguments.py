@@ -40,6 +40,7 @@ class TrainArguments:
         """Raise for what `first_checks` refuses. With `sweep` the settings are not yet those of a run."""
         from embodied.training import first_checks
 
+        first_checks.check_runtime(self.settings)
         first_checks.check_trackers(self.settings)
         if not self.sweep:
             first_checks.check_policy(self.settings, resumed=self.resume == "auto")
@@ -73,6 +74,7 @@ class SftArguments:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
 
+        first_checks.check_runtime(self.settings)
         first_checks.check_trackers(self.settings)
         first_checks.check_policy(self.settings, resumed=self.resume == "auto")
         first_checks.check_trials(self.settings)

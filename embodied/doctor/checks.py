@@ -81,6 +81,7 @@ def checks() -> list[Check]:
         _memory(),
         _shared_memory(),
         _disk(),
+        _cache_folder(),
         _maniskill_assets(),
         _libero_assets(),
     ]
@@ -116,9 +117,12 @@ def usable_cores() -> float:
 
 def _python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] >= OLDEST_PYTHON:
-        return Check("Python", "ok", version)
-    return Check("Python", "missing", version, "install Python 3.11 or newer, then: make distclean setup")
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        return Check("Python", "missing", version, "install Python 3.11 or newer, then: make distclean setup")
+    if any(character.isspace() for character in sys.executable):
+        found = f"{version}, whose path has a blank: Ray cannot start it ({sys.executable})"
+        return Check("Python", "missing", found, "make the virtual environment in a folder whose path has no blank")
+    return Check("Python", "ok", version)
 
 
 def _packages() -> list[Check]:
@@ -407,6 +411,18 @@ def _words(path: str | Path) -> list[str]:
         return Path(path).read_text().split()
     except OSError:
         return []
+
+
+def _cache_folder() -> Check:
+    """As `sim_farm.cache_folder`, which the doctor cannot import."""
+    wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied"
+    place = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    if os.access(place, os.W_OK | os.X_OK):
+        return Check("cache", "ok", str(wanted))
+    found = (
+        f"{wanted} cannot be written: a temporary folder takes its place, which the next start of the machine empties"
+    )
+    return Check("cache", "warning", found, "export XDG_CACHE_HOME=FOLDER, a folder that you may write to")
 
 
 # Assets -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ modules of this folder do. Ray's workers have the id of their raylet.
 """
 
 import os
+import sys
 from pathlib import Path
+
+from embodied.errors import UserError
 
 _NUMBER = "RAY_RAYLET_PID"
 
@@ -21,3 +24,13 @@ def _is_raylet(number: str) -> bool:
 
 if not _is_raylet(os.environ.get(_NUMBER, "")):
     os.environ[_NUMBER] = str(os.getpid())
+
+
+def check_interpreter() -> None:
+    """Raise `UserError` if the path of this Python has a blank: Ray's raylet does not quote it, and would wait for workers
+    that never start."""
+    if any(character.isspace() for character in sys.executable):
+        raise UserError(
+            f"Ray starts its workers by the path of this Python, which has a blank: {sys.executable!r}. Make the virtual "
+            "environment in a folder without one, or run everything in one process: --runtime.mode inline"
+        )

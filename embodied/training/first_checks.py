@@ -12,6 +12,7 @@ from embodied import hub
 from embodied.config.schema import HERE, Config
 from embodied.errors import UserError
 from embodied.reporting.trackers import check_packages
+from embodied.runtime import check_interpreter
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import check_episode_groups, physics_workers_of, tasks_of
 from embodied.workflows.unread import check_unread
@@ -63,6 +64,12 @@ def check_farms(config: Config) -> None:
     if config.plan.mode == "configured" and config.plan.file is None:
         for task in tasks_of(config):
             _check_division(config, task.env.num_envs)
+
+
+def check_runtime(config: Config) -> None:
+    """Check that Ray, if the run uses it, can start its processes from this Python."""
+    if config.runtime.mode == "ray":
+        check_interpreter()
 
 
 def check_trackers(config: Config) -> None:

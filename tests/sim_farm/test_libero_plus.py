@@ -1,34 +1,52 @@
 """LIBERO-Plus and LIBERO-PRO: what is counted, told and simulated, beside what the suites' own code does.
 
-`libero_suites.py` made the digests, in an environment that has the suites' own packages.
+`libero_suites.py` recorded the numbers on one machine. Another machine's kernels round otherwise, so that they are
+compared within tolerances; `test_libero_plus_beside.py` computes them on this machine, to the last bit.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
 
-from sim_farm import conventions, corruptions
+from sim_farm import corruptions
 from sim_farm.backends.libero import data_wheels, environment, plus, pro
 from sim_farm.backends.libero.tasks import find_task, task_count
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
-from sim_farm.perturbations import PICTURE, Perturbation, TaskFile
-from sim_farm.registry import make_physics, make_renderer
+from sim_farm.perturbations import Perturbation, TaskFile
+from sim_farm.registry import make_physics
 from tests.sim_farm import libero_suites as reference
+
+pytestmark = pytest.mark.usefixtures("libero_suites")
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LEVELS = (1, 2, 3, 4, 5)
-CAMERAS = ("agentview", "robot0_eye_in_hand")
+STATE_TOLERANCE = 1e-9
+"""Of times, positions and velocities (s, m, rad, m/s, rad/s) after 13 env steps. Other kernels of OpenBLAS differ in the
+last bits of the controller's matrix products: with Nehalem's and Sandybridge's 6e-15 at most was measured beside
+Haswell's and Zen's, which are equal. Longer episodes with contacts amplify that by far more."""
 
 
-def recorded(name: str) -> Any:
-    return json.loads((GOLDEN / f"{name}.json").read_text())
+def file_of(name: str) -> Path:
+    return GOLDEN / f"{name}.safetensors"
+
+
+@cache
+def recorded(suite: str) -> list[dict[str, Any]]:
+    """What was recorded of each variant: its place, axis and instructions, and arrays by name."""
+    arrays = load_file(file_of(suite))
+    with safe_open(file_of(suite), "np") as file:
+        records = json.loads(file.metadata()["records"])
+    return [r | {key: arrays[f"{r['variant']}/{key}"] for key in ("begun", "ended", "camera")} for r in records]
 
 
 class SameDraws:
@@ -127,7 +145,10 @@ def test_the_task_axis_of_libero_pro_names_its_new_goals() -> None:
 )
 def test_corruptions_equal_those_of_libero_plus_given_the_same_draws(function: str, severity: int) -> None:
     frame = getattr(corruptions, function)(reference.noisy_frame(), (float(severity),), SameDraws())
-    assert reference.digest(frame) == recorded("libero_plus_noise")[function][severity - 1]
+    expected = load_file(file_of("libero_plus_noise"))[function][severity - 1].astype(int)
+    difference = np.abs(frame[:: reference.THINNED, :: reference.THINNED] - expected)
+    # A value that lies at the middle between two grey levels is rounded to either.
+    assert difference.max() <= 1 and (difference > 0).mean() < 0.01
 
 
 # --- what is simulated
@@ -163,56 +184,46 @@ def cases() -> list[Any]:
     for suite in ("libero_plus", "libero_pro"):
         for record in recorded(suite):
             key = suite, record["axis"]
-            marks = () if key not in seen and not record["drawn"] else pytest.mark.slow
-            if not marks:
-                seen.add(key)
+            marks = pytest.mark.slow if key in seen else ()
+            seen.add(key)
             found.append(pytest.param(suite, record, marks=marks, id=f"{suite}-{record['axis']}-{record['variant']}"))
     return found
 
 
 @pytest.mark.parametrize(("suite", "record"), cases())
-def test_variants_equal_those_of_the_suites_to_the_last_bit(
-    suite: str, record: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_equal_those_recorded_of_the_suites(suite: str, record: dict[str, Any]) -> None:
     task, perturbation = task_and_variant(suite, record)
-    drawn = record["drawn"]
-    spec = TaskSpec(
-        task,
-        cameras=CAMERAS if drawn else 0,
-        image_size=reference.SIZE,
-        orientation="stock",
-        perturbations=(perturbation,),
-    )
-    physics = make_physics(spec)
-
-    def state() -> str:
-        data = physics.backend._data  # type: ignore[attr-defined]
-        return reference.digest(np.concatenate(([data.time], data.qpos, data.qvel)))
-
-    physics.reset(EpisodeSpec(reference.SEED, 0, perturbation=0))
-    assert state() == record["begun"]
-    actions = [reference.REST] * reference.SETTLING + reference.ACTIONS
-    result = physics.step(np.array(actions, np.float32))
-    assert state() == record["ended"]
+    physics = make_physics(TaskSpec(task, perturbations=(perturbation,)))
+    begun, ended, _ = played(physics)
+    physics.close()
+    assert np.array_equal(begun, record["begun"]), "no kernel has a part in the initial state"
+    assert np.abs(ended - record["ended"]).max() < STATE_TOLERANCE
     if perturbation.cameras:
         (camera,) = perturbation.cameras
-        expected = record["camera"]
         quaternion = np.array(camera.quaternion) / np.linalg.norm(camera.quaternion)  # type: ignore[union-attr]
-        assert list(camera.position) == expected[:3]  # type: ignore[union-attr]
-        assert np.abs(quaternion - expected[3:]).max() < 1e-15
-    if drawn:
-        whole = conventions.generator
-        monkeypatch.setattr(
-            conventions,
-            "generator",
-            lambda purpose, *key: SameDraws() if purpose == PICTURE else whole(purpose, *key),
-        )
-        renderer = make_renderer(spec)
-        frames = renderer.render([result.scene], CAMERAS)
-        renderer.close()
-        for name in CAMERAS:
-            assert reference.digest(frames[name][0]) == record[name], name
-    physics.close()
+        assert np.abs(np.concatenate([camera.position, quaternion]) - record["camera"]).max() < 1e-15  # type: ignore[union-attr]
+
+
+def played(physics: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+    """The states (time, positions, velocities) of the first variant's begin and end, and the last result."""
+
+    def state() -> np.ndarray:
+        data = physics.backend._data
+        return np.concatenate(([data.time], data.qpos, data.qvel))
+
+    physics.reset(EpisodeSpec(reference.SEED, 0, perturbation=0))
+    begun = state()
+    actions = [reference.REST] * reference.SETTLING + reference.ACTIONS
+    result = physics.step(np.array(actions, np.float32))
+    return begun, state(), result
+
+
+def test_recorded_variants_of_an_axis_differ_by_more_than_the_tolerance() -> None:
+    for suite in ("libero_plus", "libero_pro"):
+        for axis in ("start", "objects", "swap", "position"):
+            ended = [record["ended"] for record in recorded(suite) if record["axis"] == axis]
+            for one, other in zip(ended, ended[1:], strict=False):
+                assert one.shape != other.shape or np.abs(one - other).max() > 1000 * STATE_TOLERANCE
 
 
 @pytest.mark.parametrize("task", ["libero/libero_goal/3", pytest.param("libero/libero_10/9", marks=pytest.mark.slow)])
