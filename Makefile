@@ -3,7 +3,8 @@
 #
 #   make train CONFIG=pushcube      trains with configs/pushcube.yaml
 #   make test ARGS="-k doctor"      lint, types, the default tests in two processes; ARGS go to pytest (-n 0: one process)
-#   make test-all                   the same with the slow tests: hours
+#   make test-share SHARE=3         a share of the slow tests; without SHARE the one that CI runs next
+#   make test-all                   lint, types and all tests, the slow ones included: hours
 #   make libero-assets              installs LIBERO's meshes and textures (360 MB), as `make test` does
 #   make suites                     fetches the files of LIBERO-Plus and LIBERO-PRO (docs/generalisation.md)
 #   make docs                       writes the generated pages of docs/ anew
@@ -19,6 +20,7 @@ SHELL := /bin/sh
 CONFIG ?= pushcube
 ARGS ?=
 SEEDS ?= 1 2 3
+SHARE ?= next
 HASH := $(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 PACKAGES := .venv/.packages-$(HASH)
 READY := .venv/.ready-$(HASH)
@@ -28,7 +30,7 @@ LIBERO_ASSETS := .venv/.libero-assets-$(HASH)
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: train learn test test-all lint docs site setup system libero-assets suites wheelhouse clean distclean
+.PHONY: train learn test test-share test-all lint docs site setup system libero-assets suites wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -48,6 +50,10 @@ test: lint libero-assets suites
 # The task files of LIBERO-Plus and LIBERO-PRO.
 suites: setup
 	sh setup/libero_suites.sh
+
+# At most 35 minutes, which CI has left after `make test`.
+test-share: setup libero-assets suites
+	timeout --kill-after=60 2100 $(PYTEST) --share $(SHARE) $(ARGS)
 
 test-all: lint libero-assets suites
 	$(PYTEST) -m "slow or not slow" $(ARGS)

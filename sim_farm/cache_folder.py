@@ -8,8 +8,8 @@ from pathlib import Path
 
 
 def cache() -> Path:
-    """The project's cache folder: `$XDG_CACHE_HOME/embodied`, usually `~/.cache/embodied`. Where that cannot be written,
-    as in a home that is read-only, a folder of this user's among the temporary ones."""
+    """The project's cache folder: `$XDG_CACHE_HOME/embodied`, usually `~/.cache/embodied`. Where that cannot be
+    written, as in a home that is read-only, a folder of this user's among the temporary ones."""
     wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodied"
     there = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
     return wanted if os.access(there, os.W_OK | os.X_OK) else _temporary()

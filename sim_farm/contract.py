@@ -210,6 +210,11 @@ class RecordedPhysics(Physics, Protocol):
         """
         ...
 
+    def place(self, recorded: SimulatorState) -> PhysicsResult:
+        """Between two steps: put everything to the recorded state, from which the next action goes on; the controllers'
+        targets stay. The result has n = 0. Raises as `begin_at`."""
+        ...
+
     def deviation(self, recorded: SimulatorState) -> float:
         """Largest distance of a position (m), joint (rad) or orientation (element of the quaternion) from `recorded`,
         now; 0.0 means that all are equal bit for bit."""

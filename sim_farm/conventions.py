@@ -114,6 +114,9 @@ class TaskPhysics:
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         return self._shown(self._recorded().begin_at(start))
 
+    def place(self, recorded: SimulatorState) -> PhysicsResult:
+        return self._shown(self._recorded().place(recorded))
+
     def deviation(self, recorded: SimulatorState) -> float:
         return self._recorded().deviation(recorded)
 

@@ -52,6 +52,12 @@ def test_every_pin_has_hashes_of_its_version() -> None:
     )
 
 
+def test_every_requirement_stops_before_the_next_major_version() -> None:
+    for requirement in requirements():
+        pinned = next((spec.version for spec in requirement.specifier if spec.operator == "=="), None)
+        assert pinned or any(spec.operator == "<" for spec in requirement.specifier), f"{requirement} has no ceiling"
+
+
 def run(command: list[str], cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     # `make test` hands its own flags on to a make inside a test.
     inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL")}
@@ -101,12 +107,20 @@ def test_test_sets_up_and_then_runs_linter_type_checker_and_tests(tree: Path) ->
     assert order == sorted(order)
 
 
-def test_ci_runs_make_test_and_nothing_else() -> None:
+def test_ci_runs_make_test_and_a_share_of_the_slow_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & stat.S_IXUSR
     shebang, *lines = script.read_text().splitlines()
     assert shebang.endswith("bash")
-    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+    assert lines == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test", "make test-share"]
+
+
+def test_a_folder_whose_path_has_a_blank_is_refused_at_once(tree: Path) -> None:
+    folder = tree / "with blank"
+    shutil.copytree(tree / "setup", folder / "setup")
+    done = run(["sh", "setup/python.sh"], folder)
+    assert done.returncode == 1 and "the path of this folder has a blank" in done.stderr
+    assert not (folder / ".venv").exists()
 
 
 def test_second_set_up_does_nothing_until_the_pins_change(tree: Path) -> None:

@@ -135,7 +135,9 @@ def _draw_cubes(task: str, pictures: int, size: int, seed: int) -> tuple[Tensor,
 
 FRONT = Eye((0.60, 0.0, 0.47), (0.0, 1.0, 0.0), (-0.55, 0.0, 0.835), math.radians(50))
 BASE_CAMERA = Eye((0.4, 0.0, 0.45), (0.0, 1.0, 0.0), (-0.43, 0.0, 0.4), 1.0)
-TABLE = World("tabletop/reach_red", "front", FRONT, "small", 56, ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table)
+TABLE = World(
+    "tabletop/reach_red", "front", FRONT, "small", 56, ("red ball", "blue ball"), TABLE_LOW, TABLE_HIGH, _draw_table
+)
 CUBES = World(
     "maniskill/PushRedCube-v1", "base_camera", BASE_CAMERA, "small-128", 128, ("red cube", "green cube"),
     (-0.20, -0.18, 0.0), (0.25, 0.18, 0.25), _draw_cubes,

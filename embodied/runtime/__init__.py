@@ -27,10 +27,10 @@ if not _is_raylet(os.environ.get(_NUMBER, "")):
 
 
 def check_interpreter() -> None:
-    """Raise `UserError` if the path of this Python has a blank: Ray's raylet does not quote it, and would wait for workers
-    that never start."""
+    """Raise `UserError` if the path of this Python has a blank: Ray's raylet does not quote it, and would wait for
+    workers that never start."""
     if any(character.isspace() for character in sys.executable):
         raise UserError(
-            f"Ray starts its workers by the path of this Python, which has a blank: {sys.executable!r}. Make the virtual "
-            "environment in a folder without one, or run everything in one process: --runtime.mode inline"
+            f"Ray starts its workers by the path of this Python, which has a blank: {sys.executable!r}. Make the "
+            "virtual environment in a folder without one, or run everything in one process: --runtime.mode inline"
         )

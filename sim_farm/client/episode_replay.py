@@ -88,6 +88,8 @@ class Followed:
     """Difference from the recording, or reason to leave the episode out; else empty."""
     from_seed: bool = False
     """True if the seed alone leads to the recorded first state."""
+    corrected: int = 0
+    """Env steps after which the recorded state took the place of one that was too far from it."""
 
 
 class Replayer:
@@ -128,25 +130,32 @@ class Replayer:
         keep: Bool | None = None,
         only_solved: bool = False,
         goes_on: bool = False,
+        correct: bool = False,
     ) -> Followed:
         """Execute the recording's actions and compare success and states with it after every step.
 
         `tolerance` bounds the deviation. Where `keep` [n] is given, the episode that is returned executes only those of
         the actions, from the same start, and must end as the whole does. With `only_solved` it must end solved. With
         `goes_on` it begins where the recording of the last such call ended, or that of `pass_through`, as it did when
-        its recorder went on in one environment.
+        its recorder went on in one environment. With `correct` a state beyond the tolerance is no difference: the
+        recorded one takes its place, and the next action goes on from there.
         """
         physics = self._going_on() if goes_on else self._physics
         try:
             seen, from_seed = _begin(physics, recording, goes_on)
         except FarmError as error:
             return Followed(None, float("inf"), False, str(error))
-        furthest, why_not = 0.0, ""
+        furthest, corrected, why_not = 0.0, 0, ""
         for step, action in enumerate(recording.actions):
             seen.append(physics.step(action[None]))
             if not why_not:
-                away, why_not = _compare(physics, recording, step, bool(seen[-1].success[-1]), tolerance)
+                away = _deviation(physics, recording, step)
                 furthest = max(furthest, away)
+                if correct and away > tolerance:
+                    placed = physics.place(recording.state(step))
+                    seen[-1] = replace(seen[-1], proprio=placed.proprio, state=placed.state, scene=placed.scene)
+                    away, corrected = 0.0, corrected + 1
+                why_not = _difference(recording, step, bool(seen[-1].success[-1]), away, tolerance)
             if why_not and not goes_on:  # else the next one goes on from this one's end
                 break
         if why_not:
@@ -165,7 +174,7 @@ class Replayer:
                 return Followed(None, furthest, True, f"without its idle actions it ends {'un' * solved}solved")
         replay = self._record(seen, actions)
         ends = np.arange(replay.steps) == replay.steps - 1  # where the recording ends, whatever the task says
-        return Followed(replace(replay, done=ends), furthest, True, "", from_seed)
+        return Followed(replace(replay, done=ends), furthest, True, "", from_seed, corrected)
 
     def pass_through(self, recording: Recording) -> None:
         """Execute the recording for those that go on after it (`follow`), if it can be executed."""
@@ -217,14 +226,16 @@ def _begin(physics: TaskPhysics, recording: Recording, goes_on: bool) -> tuple[l
     return [physics.begin_at(recording.start)], from_seed
 
 
-def _compare(
-    physics: TaskPhysics, recording: Recording, step: int, solved: bool, tolerance: float
-) -> tuple[float, str]:
-    """Deviation of the state after the action `step`, and what is otherwise than recorded; empty if nothing is."""
+def _deviation(physics: TaskPhysics, recording: Recording, step: int) -> float:
+    """Of the state after the action `step`; 0.0 where none is recorded."""
+    state = recording.state(step)
+    return physics.deviation(state) if state else 0.0
+
+
+def _difference(recording: Recording, step: int, solved: bool, away: float, tolerance: float) -> str:
+    """What is not as recorded after the action `step`; empty if nothing is."""
     said = int(recording.success[step])
     if said >= 0 and bool(said) != solved:
         words = ("solved", "not solved") if said else ("not solved", "solved")
-        return 0.0, f"step {step}: recorded as {words[0]}, replayed as {words[1]}"
-    state = recording.state(step)
-    away = physics.deviation(state) if state else 0.0
-    return away, "" if away <= tolerance else f"step {step}: a state is {away:.3g} from the recorded one"
+        return f"step {step}: recorded as {words[0]}, replayed as {words[1]}"
+    return "" if away <= tolerance else f"step {step}: a state is {away:.3g} from the recorded one"

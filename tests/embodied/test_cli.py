@@ -512,3 +512,11 @@ def test_a_configuration_whose_policy_needs_training_is_refused(tmp_path: Path) 
 def test_a_published_protocol_refuses_other_tasks(untrained: list[str]) -> None:
     output = refusal_here(*untrained, "--eval.protocol", "openvla-oft")
     assert "tabletop/reach" in output and "libero/libero_spatial" in output
+
+
+def test_ray_is_not_started_from_a_python_whose_path_has_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would wait for workers until its deadline."""
+    monkeypatch.setattr(sys, "executable", "/my folder/.venv/bin/python")
+    for verb in ("train reach", "train reach --dry-run"):
+        message = refusal_here(*verb.split())
+        assert "which has a blank: '/my folder/.venv/bin/python'" in message and "--runtime.mode inline" in message

@@ -184,6 +184,20 @@ def test_asset_folders_are_found_where_the_variables_say(odd: Diagnosis) -> None
         assert odd[name]["found"].endswith(folder)
 
 
+def test_a_python_whose_path_has_a_blank_is_missing_for_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/my folder/.venv/bin/python")
+    found = checks._python()
+    assert found.status == "missing" and "Ray cannot start it (/my folder/.venv/bin/python)" in found.found
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert checks._cache_folder().status == "ok"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    found = checks._cache_folder()
+    assert found.status == "warning" and str(tmp_path / "cache") in found.found and "XDG_CACHE_HOME" in found.remedy
+
+
 def test_absent_assets_are_a_warning_that_tells_how_to_get_them(bare: Diagnosis) -> None:
     assert bare["ManiSkill assets"]["status"] == "warning"
     assert "download_asset" in bare["ManiSkill assets"]["remedy"]

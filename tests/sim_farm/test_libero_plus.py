@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("libero_suites")
 GOLDEN = Path(__file__).parents[1] / "golden"
 LEVELS = (1, 2, 3, 4, 5)
 STATE_TOLERANCE = 1e-9
-"""Of times, positions and velocities (s, m, rad, m/s, rad/s) after 13 env steps. Other kernels of OpenBLAS differ in the
-last bits of the controller's matrix products: with Nehalem's and Sandybridge's 6e-15 at most was measured beside
+"""Of times, positions and velocities (s, m, rad, m/s, rad/s) after 13 env steps. Other kernels of OpenBLAS differ in
+the last bits of the controller's matrix products: with Nehalem's and Sandybridge's at most 6e-15 was measured beside
 Haswell's and Zen's, which are equal. Longer episodes with contacts amplify that by far more."""
 
 

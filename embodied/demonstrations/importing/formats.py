@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from embodied.config.schema import RuntimeConfig, indices_of
 from embodied.errors import UserError
 from sim_farm.contract import Gripper, Orientation
 
-REPLAYED = ("task", "env", "episodes", "drop_idle", "only_successes", "tolerance", "runtime")
+REPLAYED = ("task", "env", "episodes", "drop_idle", "only_successes", "tolerance", "drift", "runtime")
 """Options of a recording that is replayed in the farm."""
 IDLE_NORM = 1e-4
 """An action whose elements but the gripper's have a smaller norm moves nothing."""
@@ -58,8 +59,11 @@ class ImportRequest:
     only_successes: bool = False
     """Leave out the episodes that do not end solved."""
     tolerance: float | None = None
-    """Largest deviation of a position (m) or joint (rad) from the recording; an episode beyond it is left out. None:
-    the format's own."""
+    """Largest deviation of a position (m) or joint (rad) from the recording, after any env step. None: the format's
+    own. A recording from another processor, whose kernels round differently, may drift farther in contacts."""
+    drift: Literal["leave-out", "correct"] = "leave-out"
+    """What becomes of an episode beyond the tolerance: it is left out; or the recorded state takes the place of each
+    state beyond it, and the next action goes on from there (not with drop-idle)."""
     fps: int | None = None
     """Steps per second of an RLDS dataset, which does not say it; None: that of the published datasets whose rate is
     known (LIBERO, Bridge, RT-1's fractal, DROID)."""

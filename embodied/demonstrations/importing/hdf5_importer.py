@@ -56,6 +56,10 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
     names = chosen(source, request.episodes)
     if request.drop_idle:
         check_idle_filter(source)
+        if request.drift == "correct":
+            raise UserError(
+                "--drift correct goes on from recorded states, which belong to all the actions: leave out --drop-idle"
+            )
     items = _read(source, names, request.drop_idle, request.env.gripper)
     spec = TaskSpec(
         source.task,
@@ -86,7 +90,7 @@ def import_source(request: ImportRequest) -> dict[str, Any]:
         }
         writer = DatasetWriter(aside, info, provenance)
         replayers = replayers_of(replayer, spec, session, len(items))
-        outcomes = _write(writer, replayers, items, tolerance, request.only_successes)
+        outcomes = _write(writer, replayers, items, tolerance, request.only_successes, request.drift == "correct")
         if source.goes_on:
             outcomes = _write_going_on(writer, replayer, source, outcomes, request)
         summary = _summary(source, outcomes, tolerance)
@@ -182,11 +186,12 @@ def _write(
     items: Sequence[_Item],
     tolerance: float,
     only_solved: bool,
+    correct: bool,
 ) -> list[tuple[_Item, Followed]]:
     """Replay and compare the episodes, and write those that reproduce. Returns how each came out, without frames."""
 
     def begin(replayer: Handle[Replayer], item: _Item) -> Followed:
-        return replayer.submit(Replayer.follow, item.recording, tolerance, item.keep, only_solved)
+        return replayer.submit(Replayer.follow, item.recording, tolerance, item.keep, only_solved, False, correct)
 
     outcomes = []
     with steps("Replaying", len(items)) as bar:
@@ -244,6 +249,7 @@ def _summary(source: RecordingFile, outcomes: Sequence[tuple[_Item, Followed]], 
         "reproduced_exactly": sum(followed.deviation == 0 for followed in reproduced),
         "not_reproduced": len(outcomes) - len(reproduced),
         "tolerance": tolerance,
+        "corrected_states": sum(followed.corrected for followed in reproduced),
         "largest_deviation": max((followed.deviation for followed in reproduced), default=None),
         "idle_steps_left_out": sum(int((~item.keep).sum()) for item in written),
         "recorded_episodes": [item.name for item in written],
@@ -255,7 +261,8 @@ def _nothing(source: RecordingFile, outcomes: Sequence[tuple[_Item, Followed]]) 
     why = _reasons({item.name: followed.why_not for item, followed in outcomes})
     return (
         f"none of the {len(outcomes)} episodes of {source.path} is left: {why}. --tolerance allows larger deviations "
-        "of states; a recording of another solver or version of the simulator may not reproduce at all"
+        "of states, --drift correct goes on from the recorded ones; a recording of another solver or version of the "
+        "simulator may not reproduce at all"
     )
 
 
@@ -279,6 +286,8 @@ def _show(result: Mapping[str, Any]) -> None:
         f"{result['reproduced_exactly']} of them bit for bit (largest deviation {result['largest_deviation']:.3g}, "
         f"allowed {result['tolerance']:g})"
     )
+    if result["corrected_states"]:
+        show(f"{result['corrected_states']} states were farther away: the recorded ones took their place")
     if result["idle_steps_left_out"]:
         show(f"{result['idle_steps_left_out']} idle env steps were left out")
     if result["left_out"]:

@@ -206,6 +206,13 @@ class LiberoPhysics:
         self._gain()
         return self._result([], [], False, False)
 
+    def place(self, recorded: SimulatorState) -> PhysicsResult:
+        self._user.take()
+        self._put(recorded[STATE].astype(np.float64))
+        self._sense(self._data.qpos.copy())
+        self._gain()
+        return self._result([], [], False, False)
+
     def deviation(self, recorded: SimulatorState) -> float:
         return state_deviation(self._data, recorded)
 
@@ -296,11 +303,14 @@ class LiberoPhysics:
 
     def _begin_at(self, recorded: npt.NDArray[np.float64]) -> None:
         """LIBERO's `set_init_state`."""
+        self._put(recorded)
+        self._observe_forced()
+
+    def _put(self, recorded: npt.NDArray[np.float64]) -> None:
         self._env.sim.set_state_from_flattened(recorded)
         self._env.sim.forward()
         self._env._check_success()
         self._env._post_process()
-        self._observe_forced()
 
     def _observe_forced(self) -> None:
         self._clock.tick(force=True)

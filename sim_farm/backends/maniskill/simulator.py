@@ -256,6 +256,11 @@ class ManiSkillPhysics:
             put_state(self._env, start)
             return self._result([], [], [], [], self._observe())
 
+    def place(self, recorded: SimulatorState) -> PhysicsResult:
+        with torch.inference_mode():
+            put_state(self._env, recorded)
+            return self._result([], [], [], [], self._observe())
+
     def deviation(self, recorded: SimulatorState) -> float:
         return state_deviation(self._env, recorded)
 
