@@ -1,21 +1,21 @@
 """The beginning of a small OpenVLA or pi0: a vision-language model of one scene, which knows nothing of actions.
 
 python benchmarks/learning/base_checkpoint.py --model pi0 --out assets/pi0_small
-python benchmarks/learning/base_checkpoint.py --ways --out assets/openvla_small
-python benchmarks/learning/base_checkpoint.py --ways --world cubes --out assets/openvla_small_cubes
-python benchmarks/learning/base_checkpoint.py --ways --world cubes --model pi0 --out assets/pi0_small_cubes
+python benchmarks/learning/base_checkpoint.py --axes robot --out assets/openvla_small
+python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --out assets/openvla_small_cubes
+python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --model pi0 --out assets/pi0_small_cubes
 
 A vision-language-action model is made of a vision-language model that has seen pictures and can say where things are.
 This one learns that from pictures of a task (`benchmarks/learning/worlds.py`) at random places of gripper and objects:
 
 1. Towers and projector learn the places: one linear layer, which is discarded, reads them from the mean of the patches.
-2. All weights learn to point at the gripper or an object: column, row and depth in the picture, as three tokens or as
-   the end of an integration.
+2. All weights learn to point at the gripper or an object, and from the gripper to an object: three numbers, as tokens
+   or as the end of an integration. They are column, row and depth in the picture.
 
-Actions are left to demonstrations and reinforcement. Evaluate a new checkpoint untouched (`embodied eval CONFIG`): one
-that solves its task proves nothing about what is learned from it. With `--ways` the answers are in metres along the
-robot's axes, and the checkpoint also learns the way from the gripper to an object. That is nearly an action: a pi0 of
-the table world that had learned it solved its task untouched (96%).
+What the robot's actions do is left to demonstrations and reinforcement. Evaluate a new base untouched (`embodied eval
+CONFIG`): a base that solves its task proves nothing about what is learned from it. With `--axes robot` the answers are
+metres along the robot's axes, and the way from the gripper to an object is then nearly an action: a pi0 of the table
+world with such answers solved its task untouched (96%).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.learning.students import STUDENTS, Student  # noqa: E402
 from benchmarks.learning.worlds import WORLDS, World  # noqa: E402
 
-FAR_M = 0.1
-"""Ways from the gripper are cut to this length along each axis."""
+FAR = {"picture": 0.3, "robot": 0.1}
+"""Ways from the gripper are cut to this length along each axis: in half pictures, or metres."""
 SEEING_LR, SPEAKING_LR, LAST_SHARE, WARM_UP = 3e-3, 1.5e-3, 0.05, 100
 COMPARED = 100
 """Rows that are decided for together where it is seen what was learned."""
@@ -54,8 +54,8 @@ class Arguments:
     """Folder of the checkpoint."""
     model: Literal["openvla", "pi0", "pi05"] = "openvla"
     world: Literal["table", "cubes"] = "table"
-    ways: bool = False
-    """Answer in metres, and learn the way from the gripper to an object too."""
+    axes: Literal["picture", "robot"] = "picture"
+    """Axes of the answers."""
     pictures: int = 20_000
     seeing_steps: int = 2_500
     seeing_batch: int = 128
@@ -106,22 +106,20 @@ def learn_to_see(student: Student, frames: Tensor, places: Tensor, args: Argumen
 def learn_to_speak(policy: Policy, world: World, frames: Tensor, places: Tensor, args: Arguments) -> None:
     """Train all weights to answer the world's questions, each answer three numbers in -1..1, in every action of a
     chunk."""
+    seen = world.eye.points(places) if args.axes == "picture" else places
     low, high = torch.tensor((world.low, world.high), dtype=torch.float32)
-    if args.ways:
-        at = 2 * (places - low) / (high - low) - 1
-        way = ((places[:, 1:] - places[:, :1]) / FAR_M).clamp(-1, 1)
-        questions, answers = world.questions + world.ways, torch.cat([at, way], 1)
-    else:
-        questions, answers = world.questions, world.eye.points(places)
+    at = seen.clamp(-1, 1) if args.axes == "picture" else 2 * (places - low) / (high - low) - 1
+    way = ((seen[:, 1:] - seen[:, :1]) / FAR[args.axes]).clamp(-1, 1)
+    answers = torch.cat([at, way], 1)
     chunk, nothing = policy.spec.chunk, torch.zeros(len(frames), policy.spec.proprio_dim)
     policy.adopt_units(torch.tensor([[-1.0] * 3, [1.0] * 3]), nothing)
     held_out, generator = len(frames) // 20, torch.Generator().manual_seed(args.seed + 1)
 
     def questions_about(index: Tensor) -> tuple[Inputs, Tensor]:
-        which = torch.randint(len(questions), (len(index),), generator=generator)
+        which = torch.randint(len(world.questions), (len(index),), generator=generator)
         inputs = Inputs(
             frames={world.camera: frames[index]},
-            instruction=tuple(questions[i] for i in which.tolist()),
+            instruction=tuple(world.questions[i] for i in which.tolist()),
             proprio=nothing[index] if policy.spec.proprio_dim else None,
         )
         return inputs, answers[index, which][:, None].expand(-1, chunk, -1)

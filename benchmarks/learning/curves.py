@@ -1,13 +1,18 @@
-"""What came of runs with several seeds, as one file: success before and after with intervals, and each curve.
+"""Results of runs with several seeds, as one file: the success of the untouched base, of the supervised policy and of
+each run on the same episodes, and each run's curve.
 
-python benchmarks/learning/curves.py runs/warm runs/further-seed1 runs/further-seed2 --json FILE
+embodied eval CONFIG --folder runs/base
+embodied eval runs/further-seed1 --seed 0       (and each of the others)
+python benchmarks/learning/curves.py runs/base runs/warm runs/further-seed1 runs/further-seed2 --json FILE
 
-The first run is the supervised one that the others began with.
+The first is the evaluation of the base, the second the supervised run that the others began with. A run that has no
+evaluation of the base's protocol, and so of its episodes, is refused.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +31,11 @@ EVALUATION = ("success_rate", "success_low", "success_high", "episodes")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Gather the results and curves of a supervised run and of the runs that went on from it. The interval of the mean
-    is over seeds: of one alone it is 0 to 1."""
+    """Gather the results and curves of a base, a supervised run and the runs that went on from it. The interval of the
+    mean is over seeds: of one alone it is 0 to 1."""
 
+    base: tyro.conf.Positional[Path]
+    """Folder of the evaluation of the untouched base."""
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, the supervised one first."""
     note: str = ""
@@ -37,20 +44,28 @@ class Arguments:
     """Write the result to this file."""
 
 
-def evaluated(run: Path) -> dict[str, Any]:
-    """What the evaluation at the run's end found."""
-    found = json.loads((run / "eval.json").read_text())
+def result(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
     tasks = {task["task"]: task["success_rate"] for task in found["tasks"]}
-    return {key: found[key] for key in EVALUATION} | {"tasks": tasks}
+    return {key: found[key] for key in EVALUATION} | {"tasks": tasks, "protocol": found["protocol"]}
 
 
-def gathered(run: Path) -> dict[str, Any]:
+def evaluated(run: Path, protocol: dict[str, Any]) -> dict[str, Any]:
+    """The run's newest evaluation by this protocol; the one at its end lies in the run, later ones below `evals`."""
+    paths = [run / "eval.json", *sorted((run / "evals").glob("*/eval.json"))]
+    same = [found for path in paths if path.is_file() and (found := result(path)).pop("protocol") == protocol]
+    if not same:
+        sys.exit(f"{run} has not been evaluated on the base's episodes: embodied eval {run} --seed {protocol['seed']}")
+    return same[-1]
+
+
+def gathered(run: Path, protocol: dict[str, Any]) -> dict[str, Any]:
     """The run's evaluation, its length, when its training episodes were at 90%, and its curve."""
     rows = read(run)
     solved = next((row["wall_s"] for row in rows if (row.get("env/success_recent") or 0.0) >= 0.9), None)
     return {
         "run": run.name,
-        **evaluated(run),
+        **evaluated(run, protocol),
         "wall_s": rows[-1]["wall_s"],
         "env_steps": rows[-1]["env_steps"],
         "recent_90_wall_s": solved,
@@ -66,19 +81,22 @@ def main(args: Arguments) -> dict[str, Any]:
             f"{', '.join(unfinished) or 'one'} is not enough"
         )
     first, *others = args.runs
-    runs = [gathered(run) for run in others]
+    base = result(args.base / "eval.json")
+    protocol = base.pop("protocol")
+    runs = [gathered(run, protocol) for run in others]
     rates = [run["success_rate"] for run in runs]
     mean, low, high = mean_interval(rates) if len(rates) > 1 else (rates[0], 0.0, 1.0)
-    result = {
+    found = {
         "note": args.note,
-        "supervised": {"run": first.name, **evaluated(first)},
+        "base": base,
+        "supervised": {"run": first.name, **evaluated(first, protocol)},
         "success_rate": mean,
         "success_low": max(low, 0.0),
         "success_high": min(high, 1.0),
         "runs": runs,
     }
-    show_and_write(result, args.json)
-    return result
+    show_and_write(found, args.json)
+    return found
 
 
 if __name__ == "__main__":

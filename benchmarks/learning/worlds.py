@@ -32,16 +32,15 @@ class Eye:
     """Field of view in radians."""
 
     def points(self, places: Tensor) -> Tensor:
-        """Where places [..., 3] (metres) are seen: column, row and depth [..., 3], each in -1..1 in sight. The first
-        pixel of a picture is at (-1, -1); depth 0 is that of the world's origin, 1 is `DEPTH_M` farther."""
+        """Column, row and depth [..., 3] at which places [..., 3] (metres) are seen. Columns and rows in sight lie in
+        -1..1, from the picture's first pixel on; depth 0 is that of the world's origin, 1 is `DEPTH_M` farther."""
         right, up = (nn.functional.normalize(torch.tensor(v), dim=0) for v in (self.right, self.up))
         forward = torch.linalg.cross(up, right)
         seen = places - torch.tensor(self.position)
         depth = seen @ forward
         half = depth * math.tan(self.angle / 2)
         middle = -torch.tensor(self.position) @ forward
-        points = torch.stack((seen @ right / half, -(seen @ up) / half, (depth - middle) / DEPTH_M), -1)
-        return points.clamp(-1, 1)
+        return torch.stack((seen @ right / half, -(seen @ up) / half, (depth - middle) / DEPTH_M), -1)
 
 
 DEPTH_M = 0.3
@@ -65,13 +64,9 @@ class World:
 
     @property
     def questions(self) -> tuple[str, ...]:
-        """Where the three are."""
-        return ("point at the gripper", *(f"point at the {name}" for name in self.objects))
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """The way from the gripper to each object."""
-        return tuple(f"point from the gripper to the {name}" for name in self.objects)
+        """First where the three are, then the way from the gripper to each object."""
+        ways = (f"point from the gripper to the {name}" for name in self.objects)
+        return ("point at the gripper", *(f"point at the {name}" for name in self.objects), *ways)
 
 
 POSE_NUMBERS = 5
