@@ -16,7 +16,7 @@ import tyro
 
 from embodied.bench.settings import show_and_write
 from embodied.reporting.metrics import read
-from embodied.statistics import mean_interval
+from embodied.statistics import seeds_interval
 
 CURVE = (
     "env_steps", "wall_s", "env/success_once", "env/success_recent", "learner/approx_kl", "learner/entropy",
@@ -27,7 +27,7 @@ EVALUATION = ("success_rate", "success_low", "success_high", "episodes")
 @dataclass(frozen=True)
 class Arguments:
     """Gather the results and curves of a supervised run and of the runs that went on from it. The interval of the mean
-    is over seeds: of one alone it is 0 to 1."""
+    is over seeds (`embodied.statistics.seeds_interval`)."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs, the supervised one first."""
@@ -67,14 +67,13 @@ def main(args: Arguments) -> dict[str, Any]:
         )
     first, *others = args.runs
     runs = [gathered(run) for run in others]
-    rates = [run["success_rate"] for run in runs]
-    mean, low, high = mean_interval(rates) if len(rates) > 1 else (rates[0], 0.0, 1.0)
+    mean, low, high = seeds_interval([run["success_rate"] for run in runs], [run["episodes"] for run in runs])
     result = {
         "note": args.note,
         "supervised": {"run": first.name, **evaluated(first)},
         "success_rate": mean,
-        "success_low": max(low, 0.0),
-        "success_high": min(high, 1.0),
+        "success_low": low,
+        "success_high": high,
         "runs": runs,
     }
     show_and_write(result, args.json)
