@@ -294,8 +294,14 @@ def _evaluation(run: RunFolder) -> str:
     names = ("task", *success, "starts trained on", "episodes", "length", "return", "wall time")
     shown = table(names, [_evaluation_cells(item, run.measure) for item in run.evals])
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
-    notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return section("Evaluation", shown + notices) + _perturbed(run)
+    good = {item.notes[0] for item in run.evals if item.notes} if _untouched(run) else set()
+    lines = (f'<p class="{"note" if note in good else "notice"}">{escape(note)}.</p>' for note in notes)
+    return section("Evaluation", shown + "".join(lines)) + _perturbed(run)
+
+
+def _untouched(run: RunFolder) -> bool:
+    """True if no start of the evaluations was trained on, which their first note says: no reason to warn."""
+    return all((item.trained_on or "").startswith("0 of ") for item in run.evals)
 
 
 def _perturbed(run: RunFolder) -> str:
