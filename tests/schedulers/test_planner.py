@@ -25,6 +25,7 @@ from schedulers import (
     validate,
 )
 from schedulers.cost.problem import Problem
+from schedulers.cost.simulation import expected_seconds
 from schedulers.search.allocation import MemoryLimits, least_sums, options_of
 from schedulers.search.phases import PhaseSolver
 from tests.schedulers.baselines import (
@@ -255,6 +256,20 @@ def test_why_says_what_the_others_cost_and_what_would_help() -> None:
     text = " ".join(chosen.why)
     for words in ("best collocated plan would take", "best disaggregated plan would take", "ne more core", "certified"):
         assert words in text, words
+
+
+def test_a_plan_that_is_shorter_only_by_its_mean_times_is_compared_in_numbers() -> None:
+    known = ppo_profile()
+    uneven = {
+        name: replace(component, variation=0.6 if name in ("physics", "render", "policy") else 0.0)
+        for name, component in known.components.items()
+    }
+    profile = replace(known, components=uneven)
+    chosen, hybrid = (plan(ppo(), profile, TWO_CORES, mode=mode) for mode in (None, "hybrid"))
+    theirs, own = (expected_seconds(one, ppo(), profile, TWO_CORES) for one in (hybrid, chosen))
+    assert chosen.mode == "collocated" and seconds(hybrid) < seconds(chosen) and theirs > own
+    (sentence,) = [sentence for sentence in chosen.why if "hybrid" in sentence]
+    assert f"and {theirs / own:.2f} times as long (899 ms against 837 ms) as calls vary." in sentence
 
 
 def test_one_step_ahead_a_learner_that_nothing_follows_works_beside_the_loop() -> None:
