@@ -27,6 +27,8 @@ from schedulers.workflow import Workflow
 
 WORTH_A_SENTENCE = 0.01
 """Relative gain below which more hardware is not worth mentioning."""
+BUSY_MACHINE = 0.05
+"""Share of the cores' time that other programs used, from which on a profile is said to be of a busy machine."""
 BUSY = 0.9
 """Share of its time above which a placement is the bottleneck of a task."""
 
@@ -56,6 +58,7 @@ def explain_plan(
         *_phases(plan),
         *explain_tasks(plan, problem),
         *_estimates(problem),
+        *_busy(profile),
         *_uneven(plan, problem),
         *_modes(plan, best_of, compared),
         *_pools(plan, considered, profile, compared),
@@ -97,6 +100,14 @@ def _estimates(problem: Problem) -> list[str]:
         if source:
             found.setdefault(source, []).append(name)
     return [f"Times of {', '.join(names)} are estimated: {source}." for source, names in found.items()]
+
+
+def _busy(profile: Profile) -> list[str]:
+    """That the machine had other work while it was measured: its times are longer than alone."""
+    share = profile.other_programs
+    if share is None or share < BUSY_MACHINE:
+        return []
+    return [f"Other programs used {share:.0%} of the cores' time when this was profiled: alone it is shorter."]
 
 
 def _uneven(plan: Plan, problem: Problem) -> list[str]:

@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from embodied.config.schema import Config
 from embodied.files import read_json, write_whole
+from embodied.other_programs import in_words
 from embodied.reporting import charts
 from embodied.reporting.charts import compact, ticks
 from embodied.reporting.conditions import condition_cells, success_by_level
@@ -573,9 +574,11 @@ def _predicted_and_measured(run: RunFolder, path: Path) -> str:
     if predicted is None or not times:
         return ""
     measured = statistics.median(times)
+    others = [value for value in run.column("time/other_programs") if value is not None]
+    busy = in_words(statistics.fmean(others) if others else None)
     return (
         f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
-        f"{predicted / measured - 1:+.0%}.</p>"
+        f"{predicted / measured - 1:+.0%}. {busy}</p>"
     )
 
 

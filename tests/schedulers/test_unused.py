@@ -92,9 +92,7 @@ def test_workers_that_need_one_group_are_priced_in_one_group() -> None:
     """Eight physics workers share a group of eight environments; sixteen one group of all."""
     best = schedulers.plan(FLOW, profile(1.0, 0.5, 0.5), Cluster((Node("here", 16, 1),)))
     (text,) = sentences(best)
-    assert text.startswith(
-        "8 of 16 cores are unused (cores 8-15 of this machine): with 8 more for physics and one gr"
-    )
+    assert text.startswith("8 of 16 cores are unused (cores 8-15 of this machine): with 8 more for physics and one gr")
     assert text.endswith(": the components of one group wait for each other.") and "longer (" in text
     more = replace(best, groups=(1,), prediction=None)
     assert best.prediction is not None and best.groups == (2,)
