@@ -26,7 +26,7 @@ function textsOf(page) {
     range.selectNodeContents(node);
     for (const box of range.getClientRects()) {
       const seen = visiblePart(box, element);
-      if (seen.right - seen.left > 1 && seen.bottom - seen.top > 1) found.push({ node, element, text: text.slice(0, 40), whole: box, ...seen });
+      if (seen.right - seen.left > 1 && seen.bottom - seen.top > 1) found.push({ node, element, text: text.slice(0, 40).trim(), whole: box, ...seen });
     }
   }
   return found;
@@ -52,6 +52,7 @@ function faultsOf(page, texts, width) {
   return faults;
 }
 
+addEventListener("error", (event) => { document.getElementById("found").textContent = `${event.message}, line ${event.lineno}`; });
 addEventListener("load", () => {
   const found = [...document.querySelectorAll("iframe")].map((frame) => {
     const page = frame.contentDocument, width = frame.contentWindow.innerWidth, texts = textsOf(page);

@@ -64,7 +64,7 @@ def measured(pages: Sequence[Path], widths: Sequence[int], folder: Path, root: s
     command = [program, *OPTIONS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", window.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     found = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
-    assert found, f"the browser has measured nothing: {done.stderr[-2000:]}"
+    assert found and found[1].startswith("["), f"not measured: {found and found[1]} {done.stderr[-2000:]}"
     shutil.rmtree(folder / "profile", ignore_errors=True)
     names = [page for page in pages for _ in widths]
     return [
