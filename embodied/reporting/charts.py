@@ -105,7 +105,8 @@ def lines(
     y_range = y_range or _padded(min(values, default=0.0), max(values, default=1.0))
     ends = [_fitting(curve.end) for curve in curves]
     right = _RIGHT + math.ceil(max(map(_text_width, ends), default=0.0))
-    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show, right=right)
+    whole = all(float(place).is_integer() for place in x)
+    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show, right=right, whole_x=whole)
     if mark_y is not None:
         axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
     clip = not all(y_range[0] <= value <= y_range[1] for value in values)  # a dot on the edge is shown whole
@@ -276,8 +277,10 @@ def _axes(
     show_y: Format,
     *,
     right: int = _RIGHT,
+    whole_x: bool = False,
 ) -> Axes:
-    """Axes of a chart: one unit of the figure is a pixel of the page."""
+    """Axes of a chart: one unit of the figure is a pixel of the page. With `whole_x` there is no tick between whole
+    numbers."""
     from matplotlib.figure import Figure  # takes half a second: only where it is used
 
     figure = Figure((width / 72, height / 72), dpi=72, facecolor="none")
@@ -288,6 +291,8 @@ def _axes(
     axes.set_xlabel(x_label, fontsize=12, color=_TEXT, labelpad=2, parse_math=False)
     (first, last), (bottom, top) = _wide(*x_range), _wide(*y_range)
     x_ticks, y_ticks = ticks(first, last, (width - right) // 80), ticks(bottom, top, height // 36)
+    if whole_x:
+        x_ticks = [tick for tick in x_ticks if tick.is_integer()]
     axes.set_xticks(x_ticks, _labels(x_ticks, compact))
     axes.set_yticks(y_ticks, _labels(y_ticks, show_y))
     axes.set_xlim(first, last)

@@ -43,6 +43,8 @@ from embodied.statistics import wilson
 SMOOTHING = 5
 """Iterations over which the smoothed success is averaged, and over which a target must last."""
 EVALUATED = "evaluated during training"
+LONG_HEAD = 24
+"""Characters of a column's name from which on it may be in several lines."""
 VIDEO_BYTES = 20_000_000
 """Videos are embedded up to this sum of sizes; further ones are linked."""
 
@@ -312,7 +314,8 @@ def _perturbed(run: RunFolder) -> str:
     names = ("perturbed by", "success once", "difference, points", "p", "episodes")
     rows = table(names, map(condition_cells, run.conditions))
     lead = "Each perturbation repeats the unperturbed episodes; differences are paired. Bands are 95% intervals."
-    return section("Under perturbations", card("Success by level", success_by_level(run.conditions)) + rows, lead)
+    chart = grid("two", [card("Success by level", success_by_level(run.conditions))])
+    return section("Under perturbations", chart + rows, lead)
 
 
 def _evaluation_cells(item: Evaluation, measure: Measure) -> tuple[object, ...]:
@@ -515,7 +518,7 @@ def setting_text(value: Any) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], css: str = "") -> str:
     """A table on a card. `head` is plain text, cells are HTML; `css` names a kind of table that the page knows."""
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    names = "".join(f"<th{' class=long' * (len(name) > LONG_HEAD)}>{escape(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in rows)
     return f'<div class="card scroll {css}"><table><tr>{names}</tr>{lines}</table></div>'
 

@@ -33,6 +33,8 @@ RECENT = 100
 """Training episodes over which the metric of the last ones is a mean."""
 INTERVAL = "Student's t over seeds, but for success never narrower than Wilson's of all their episodes together"
 """The 95% interval of a mean over seeds, in words: `embodied.statistics.seeds_interval`."""
+NAMED = 4
+"""Names of equal curves that are given, before the others are counted."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -201,7 +203,7 @@ def _figure(
     for number, group in enumerate(groups):
         colour, several = _colour(number), len(group.runs) > 1
         y, band = _mean_curve(group, measure, key, over, x)
-        end = f"mean of {len(group.runs)}" if several else group.names
+        end = f"mean of {len(group.runs)}" if several and len(groups) == 1 else group.label if several else group.names
         dashes = DASHES[number // len(charts.COLOURS) % len(DASHES)]
         curve = charts.Line(group.title, y, colour=colour, band=band if several else (), dashes=dashes, end=end)
         means.append(curve)
@@ -225,7 +227,7 @@ def _figure(
         show=measure.show,
         y_range=measure.y_range,
     )
-    legend = "".join(report.legend({escape(group.title): _colour(number)}) for number, group in enumerate(groups))
+    legend = "".join(report.legend({escape(group.label): _colour(number)}) for number, group in enumerate(groups))
     return report.card(title, drawn + note, legend)
 
 
@@ -257,7 +259,11 @@ def _same(curves: Sequence[charts.Line]) -> list[list[int]]:
 def _equal(curves: Sequence[charts.Line]) -> list[str]:
     """A sentence for each set of curves that cover each other."""
     sets = [[curves[number].end for number in numbers] for numbers in _same(curves) if len(numbers) > 1]
-    return [f"{', '.join(names[:-1])} and {names[-1]} are equal." for names in sets]
+    left = [f"{len(names) - NAMED} more" if len(names) > NAMED + 1 else names[-1] for names in sets]
+    return [
+        f"{', '.join(names[: min(NAMED, len(names) - 1)])} and {last} are equal."
+        for names, last in zip(sets, left, strict=True)
+    ]
 
 
 def _told_apart(curves: Sequence[charts.Line]) -> list[charts.Line]:
@@ -415,7 +421,7 @@ def _differences(groups: Sequence[Alike]) -> str:
     differing = _differing([group.settings for group in groups])
     if not differing:
         return ""
-    head = ("setting", *(group.title for group in groups))
+    head = ("setting", *(group.label for group in groups))
     rows = [[", ".join(map(setting_text, group.seeds)) for group in groups]]
     rows += [[setting_text(group.settings.get(key)) for group in groups] for key in differing]
     cells = [

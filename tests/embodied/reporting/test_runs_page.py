@@ -138,18 +138,26 @@ def test_equal_curves_are_told_apart_and_named(folders: list[Path], tmp_path: Pa
     html = (tmp_path / "page.html").read_text()
     assert html.count("high1 and twin are equal.") == 3, "in each of the charts"
     assert html.count("stroke-dasharray: 6,4") == 3
-    assert re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1|twin)</text>", html).count("twin") == 3, "at the ends"
+    assert re.findall(r"<text[^>]*>(low1|low2|policy_lr 0.0001|high1|twin)</text>", html).count("twin") == 3, (
+        "at the ends"
+    )
 
 
 def test_each_run_is_named_where_its_curve_ends_and_under_the_pointer(folders: list[Path], tmp_path: Path) -> None:
     write_runs_page(folders, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    ends = re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1)</text>", html[: html.index("</figure>")])
-    assert sorted(ends) == ["high1", "low1", "low2", "mean of 2"]
+    ends = re.findall(r"<text[^>]*>(low1|low2|policy_lr 0.0001|high1)</text>", html[: html.index("</figure>")])
+    assert sorted(ends) == ["high1", "low1", "low2", "policy_lr 0.0001"]
     by_head = {head: texts for _, head, *texts in Page(html).points[0]}
     assert by_head["2,000 env steps, iteration 2"][:2] == ["low1 50%", "low2 70%"], (
         "the values of metrics.jsonl themselves"
     )
+
+
+def test_many_equal_curves_are_counted(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run{seed}", 0, seed * 1e-4, [0.5, 1.0]) for seed in range(1, 8)]
+    write_runs_page(runs, tmp_path / "page.html")
+    assert Page((tmp_path / "page.html").read_text()).says("run1, run2, run3, run4 and 3 more are equal.")
 
 
 def test_a_chart_without_values_says_why(folders: list[Path], tmp_path: Path) -> None:
