@@ -77,7 +77,7 @@ def _program() -> str:
     found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if found is None:
         missing = (
-            "pages are measured in Chromium, which is not installed: `make chromium`, or `apt-get install chromium`"
+            "pages are measured in Chromium, which is not installed: `sh setup/chromium.sh` does it"
         )
         if os.environ.get("SYSTEM_PACKAGES") == "no":
             pytest.skip(missing)
