@@ -383,8 +383,8 @@ def _perturbed(groups: Sequence[Alike]) -> str:
 def _rates(rates: Sequence[tuple[float, int]] | None) -> str:
     if not rates:
         return "–"
-    mean, *between = seeds_interval(*zip(*rates, strict=True))
-    return f"{charts.percent(mean)} <small>{report.interval(*between)}</small>"
+    mean, low, high = seeds_interval(*zip(*rates, strict=True))
+    return f"{charts.percent(mean)} <small>{report.interval(low, high)}</small>"
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:

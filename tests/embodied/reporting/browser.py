@@ -76,9 +76,7 @@ def measured(pages: Sequence[Path], widths: Sequence[int], folder: Path, root: s
 def _program() -> str:
     found = next((path for name in PROGRAMS if (path := shutil.which(name))), None)
     if found is None:
-        missing = (
-            "pages are measured in Chromium, which is not installed: `sh setup/chromium.sh` does it"
-        )
+        missing = "pages are measured in Chromium, which is not installed: `sh setup/chromium.sh` does it"
         if os.environ.get("SYSTEM_PACKAGES") == "no":
             pytest.skip(missing)
         pytest.fail(missing)

@@ -62,7 +62,9 @@ def compared_page(folder: Path) -> Path:
     summary = SimpleNamespace(env_steps=1000)
     iterations: Any = (SimpleNamespace(wall_s=2.0, spans=spans, begin_ns=0, summary=summary),) * 2
     ran = [Ran(plan, iterations, (0.45,)) for plan in found.values()]
-    simulated = {one.plan.mode: schedulers.simulate(one.plan, ppo(), ppo_profile()) for one in ran}
+    simulated: dict[str, schedulers.Simulation] = {
+        one.plan.mode: schedulers.simulate(one.plan, ppo(), ppo_profile()) for one in ran
+    }
     rows = [_row("a_workload_with_a_long_name", one, one is ran[0], simulated[one.plan.mode]) for one in ran]
     result = {
         "workload": "a_workload_with_a_long_name",
