@@ -14,6 +14,8 @@ import sys
 import pytest
 from rich.console import Console
 
+from embodied import cli
+from embodied.commands.arguments import EvalArguments
 from embodied.reporting.live import ROWS, Progress, duration, quiet, steps
 from embodied.run.trace import COMPONENTS
 from tests.embodied.reporting.synthetic import metrics_row
@@ -179,6 +181,14 @@ def test_steps_in_a_terminal_count_and_tell_the_time_left() -> None:
             bar.advance(text=f"scene [{index}]")
     picture = last_picture(console)
     assert "Loading scenes" in picture and "3/4" in picture and "left" in picture and "scene [2]" in picture
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_option_quiet_is_what_makes_a_command_quiet(given: bool) -> None:
+    console = a_console(terminal=False)
+    with cli._shown(EvalArguments("a run", quiet=given)), steps("Evaluating", 2, console=console) as bar:
+        bar.advance(2)
+    assert ("Evaluating" in output_of(console)) is not given
 
 
 @pytest.mark.parametrize(("each_s", "shown"), [(0.01, []), (4.0, list(range(20, 200, 20)))])
