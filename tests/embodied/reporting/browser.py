@@ -62,7 +62,7 @@ def measured(pages: Sequence[Path], widths: Sequence[int], folder: Path, root: s
     window = folder / "window.html"
     window.write_text(f'<!DOCTYPE html><body>{frames}<pre id="found"></pre><script>{script}</script>')
     command = [program, *OPTIONS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", window.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     found = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
     assert found and found[1].startswith("["), f"not measured: {found and found[1]} {done.stderr[-2000:]}"
     shutil.rmtree(folder / "profile", ignore_errors=True)

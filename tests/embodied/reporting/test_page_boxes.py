@@ -129,6 +129,6 @@ def test_what_covers_or_leaves_is_found(tmp_path: Path) -> None:
 def test_no_text_of_the_site_covers_another_or_leaves_it(tmp_path: Path) -> None:
     if not SITE.is_dir():
         pytest.skip("`make site` builds the site whose pages are measured")
-    names = ("index.html", "docs/start.html", "docs/settings.html", "docs/cli.html", "benchmarks/index.html")
+    names = ("index.html", "docs/start.html", "docs/settings.html")
     found = measured([SITE / name for name in names], WIDTHS, tmp_path, ".md-content, .md-header")
     assert all(one.texts > 100 for one in found) and faults_of(found) == {}
