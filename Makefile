@@ -30,7 +30,7 @@ LIBERO_ASSETS := .venv/.libero-assets-$(HASH)
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := .venv/bin/python -m pytest -n 2 --no-loadscope-reorder
 
-.PHONY: train learn test test-share test-all lint docs site setup system libero-assets suites wheelhouse clean distclean
+.PHONY: train learn test test-share test-all lint docs site setup system libero-assets suites test-programs wheelhouse clean distclean
 
 train: setup
 	.venv/bin/embodied train $(CONFIG)
@@ -44,18 +44,22 @@ learn: setup
 	.venv/bin/embodied sft openvla_small --data demos/learn/red demos/learn/blue --name learn-warm --resume auto
 	.venv/bin/embodied train openvla_small --policy.init learn-warm --name learn --seeds $(SEEDS) --resume auto
 
-test: lint libero-assets suites
+test: lint libero-assets suites test-programs
 	$(PYTEST) $(ARGS)
+
+# A browser, and a library of LIBERO-Plus.
+test-programs: setup
+	sh setup/test_programs.sh
 
 # The task files of LIBERO-Plus and LIBERO-PRO.
 suites: setup
 	sh setup/libero_suites.sh
 
 # At most 35 minutes, which CI has left after `make test`.
-test-share: setup libero-assets suites
+test-share: setup libero-assets suites test-programs
 	timeout --kill-after=60 2100 $(PYTEST) --share $(SHARE) $(ARGS)
 
-test-all: lint libero-assets suites
+test-all: lint libero-assets suites test-programs
 	$(PYTEST) -m "slow or not slow" $(ARGS)
 
 lint: setup

@@ -32,7 +32,7 @@ from embodied.devices import hardware
 from embodied.evaluation.conditions import Condition, by_condition, difference, unperturbed
 from embodied.evaluation.folder import EvalFolder, read_folder
 from embodied.run.folder import with_init
-from embodied.statistics import mean_interval
+from embodied.statistics import mean_interval, seeds_interval
 
 EVALUATED_SEED = 1_000
 """Seed of all evaluations, so that every policy faces the same episodes."""
@@ -151,9 +151,9 @@ def _rows(evaluated: dict[str, list[EvalFolder]]) -> list[dict[str, Any]]:
     for key in keys:
         row: dict[str, Any] = {"axis": "unperturbed" if key is None else key[0], "level": 0 if key is None else key[1]}
         for kind, folders in evaluated.items():
-            rates = [_rate(folder, key) for folder in folders]
-            own: dict[str, Any] = {"success_rates": rates, **_interval("success", rates)}
-            own |= _interval("lost", [bare - rate for bare, rate in zip(plain[kind], rates, strict=True)])
+            rates, counts = [_rate(folder, key) for folder in folders], [len(_members(f, key)) for f in folders]
+            own: dict[str, Any] = {"success_rates": rates, **_interval("success", seeds_interval(rates, counts))}
+            own |= _interval("lost", mean_interval([a - b for a, b in zip(plain[kind], rates, strict=True)]))
             if kind != "before":
                 pairs = [list(zip(_members(f, key), _members(before, key), strict=True)) for f in folders]
                 own["against_before"] = [difference(one) for one in pairs]
@@ -172,8 +172,8 @@ def _rate(folder: EvalFolder, key: Condition | None) -> float:
     return sum(bool(one.success) for one in members) / len(members)
 
 
-def _interval(name: str, values: Sequence[float]) -> dict[str, float]:
-    mean, low, high = mean_interval(values)
+def _interval(name: str, found: tuple[float, float, float]) -> dict[str, float]:
+    mean, low, high = found
     return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 

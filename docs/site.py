@@ -2,7 +2,8 @@
 
 The pages stay as they are read in the source tree. Their copies in build/pages have the same places there, and each
 file that they link to is beside them, source files as pages that show them: a link out of docs/ leads somewhere where
-nothing but the site is at hand. The build fails where a link does not.
+nothing but the site is at hand. The build fails where a link does not, and where a page of the site asks for a script,
+a style or a picture that is not there.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
+SITE = ROOT / "build" / "site"
+STYLE = ROOT / "docs" / "site.css"
 LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[^)\s]*\))")
 """Target of a link, without its anchor."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json"}
@@ -25,13 +30,55 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json"}
 def main() -> int:
     write_pages(PAGES)
     build = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]  # of mkdocs.yml
-    return subprocess.run(build, cwd=ROOT).returncode
+    status = subprocess.run(build, cwd=ROOT).returncode
+    if status == 0:
+        write_search(SITE)
+        absent = list(missing(SITE))
+        print("".join(f"{page} asks for {target}, which is not there\n" for page, target in absent), end="")
+        status = 1 if absent else 0
+    return status
+
+
+def write_search(site: Path) -> None:
+    """Write `search.js` beside `search.json`, with the same index: a page that is opened as a file asks for it, since
+    a browser lets it read no other."""
+    (site / "search.js").write_text(f"var __index = {(site / 'search.json').read_text()};\n")
+
+
+class _Parts(HTMLParser):
+    """The scripts, styles, icons and media that a page asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        asks = {"script": "src", "img": "src", "video": "src", "source": "src", "link": "href"}.get(tag)
+        of_another_page = tag == "link" and values.get("rel") not in ("stylesheet", "icon")
+        if asks and (target := values.get(asks)) and not of_another_page:
+            self.found.append(target)
+
+
+def missing(site: Path) -> Iterator[tuple[Path, str]]:
+    """The pages of the built site that ask for a file of it that is not there, and the file."""
+    for page in sorted(site.rglob("*.html")):
+        parts = _Parts()
+        parts.feed(page.read_text())
+        for target in parts.found:
+            path = unquote(target.partition("?")[0].partition("#")[0])
+            if "://" in target or target.startswith(("data:", "//")):
+                continue
+            if not (site / path.lstrip("/") if path.startswith("/") else page.parent / path).is_file():
+                yield page.relative_to(site), target
 
 
 def write_pages(folder: Path) -> None:
     """Write README.md, docs/ and all that these link to into `folder`, which is made anew. Raises `FileNotFoundError`
     for a link to a file that is not there."""
     shutil.rmtree(folder, ignore_errors=True)
+    (folder / place(STYLE)).parent.mkdir(parents=True)
+    shutil.copy(STYLE, folder / place(STYLE))
     waiting, written = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], set[Path]()
     while waiting:
         source = waiting.pop()

@@ -17,6 +17,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,8 @@ def _run(verb: str, arguments: list[str]) -> int:
         # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
         if hasattr(args, "check"):
             args.check()
-        result = _module(verb, name).run(args)
+        with _shown(args):
+            result = _module(verb, name).run(args)
     except _mistakes() as error:
         raise UserError(str(error)) from error
     if args.json is not None:
@@ -103,6 +105,15 @@ def _run(verb: str, arguments: list[str]) -> int:
 
         write_json(args.json, result)
     return 0
+
+
+def _shown(args: Any) -> AbstractContextManager[None]:
+    """The verb's progress is shown, but for `--quiet`."""
+    if not getattr(args, "quiet", False):
+        return nullcontext()
+    from embodied.reporting.live import quiet
+
+    return quiet()
 
 
 def _mistakes() -> tuple[type[Exception], ...]:

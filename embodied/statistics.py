@@ -53,9 +53,25 @@ def typical(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, and the 95% interval of Student's t around it. One value has no width."""
+    """Mean, and the 95% interval of Student's t around it. One value has no width, and neither have equal ones: for
+    success rates there is `seeds_interval`."""
     mean, half = float(np.mean(values)), _half_width(values)
     return mean, mean - half, mean + half
+
+
+def seeds_interval(rates: Sequence[float], episodes: Sequence[int]) -> tuple[float, float, float]:
+    """Mean of the success rates of runs that differ in their seeds, each over its number of `episodes`, and its 95%
+    interval within 0 and 1: Student's t over the rates, and never narrower than Wilson's interval of all episodes
+    together. Three seeds that happen to end alike, at 100% for example, vary as little as their episodes show, and no
+    less. Of one seed it is Wilson's alone, and without episodes 0 to 1. Raises `ValueError` where a rate lacks its
+    number.
+    """
+    if not rates or len(rates) != len(episodes) or min(episodes) < 0:
+        raise ValueError(f"{len(rates)} success rates need as many numbers of episodes, got {list(episodes)}")
+    mean, low, high = mean_interval(rates)
+    count = sum(episodes)
+    least, most = wilson_of(float(np.average(rates, weights=episodes)), count) if count else (0.0, 1.0)
+    return mean, max(0.0, min(low, least)), min(1.0, max(high, most))
 
 
 def _half_width(values: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from schedulers.cluster import POOLS, Cluster, Node, Pool, bytes_per_device, devices_of
@@ -17,15 +17,18 @@ from schedulers.cost.prediction import (
     server_seconds_alone,
 )
 from schedulers.cost.problem import Problem
+from schedulers.cost.simulation import expected_seconds
 from schedulers.cost.times import peak_bytes
 from schedulers.errors import PlanError
-from schedulers.plan import MODES, Mode, Phase, Placement, Plan, first_of, ranges_text
+from schedulers.plan import MODES, Mode, Phase, Placement, Plan, first_of, node_text, ranges_text
 from schedulers.profile import Profile
 from schedulers.unused import Unused, unused_devices
 from schedulers.workflow import Workflow
 
 WORTH_A_SENTENCE = 0.01
 """Relative gain below which more hardware is not worth mentioning."""
+BUSY_MACHINE = 0.05
+"""Share of the cores' time that other programs used, from which on a profile is said to be of a busy machine."""
 BUSY = 0.9
 """Share of its time above which a placement is the bottleneck of a task."""
 
@@ -46,15 +49,20 @@ def explain_plan(
     together. `plan_for`: the best plan for another cluster.
     """
     problem = problem_of(plan, workflow, profile, cluster)
+
+    def compared(other: Plan) -> str:
+        return _compared(other, plan, lambda one: expected_seconds(one, workflow, profile, cluster))
+
     return (
         _seconds(plan),
         *_phases(plan),
         *explain_tasks(plan, problem),
         *_estimates(problem),
+        *_busy(profile),
         *_uneven(plan, problem),
-        *_modes(plan, best_of),
-        *_pools(plan, considered, profile),
-        *_nodes(plan, considered, workflow, cluster),
+        *_modes(plan, best_of, compared),
+        *_pools(plan, considered, profile, compared),
+        *_nodes(plan, considered, workflow, cluster, compared),
         *_memory(plan, problem),
         *_weights(plan, problem),
         _bottleneck(plan, problem),
@@ -94,6 +102,14 @@ def _estimates(problem: Problem) -> list[str]:
     return [f"Times of {', '.join(names)} are estimated: {source}." for source, names in found.items()]
 
 
+def _busy(profile: Profile) -> list[str]:
+    """That the machine had other work while it was measured: its times are longer than alone."""
+    share = profile.other_programs
+    if share is None or share < BUSY_MACHINE:
+        return []
+    return [f"Other programs used {share:.0%} of the cores' time when this was profiled: alone it is shorter."]
+
+
 def _uneven(plan: Plan, problem: Problem) -> list[str]:
     """Components whose items take different numbers of turns, and what their stragglers cost."""
     result = []
@@ -113,7 +129,7 @@ def _uneven(plan: Plan, problem: Problem) -> list[str]:
     return result
 
 
-def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
+def _modes(plan: Plan, found: Mapping[Mode, Plan], compared: Callable[[Plan], str]) -> list[str]:
     assert plan.prediction is not None
     result = []
     for mode in MODES:
@@ -123,11 +139,11 @@ def _modes(plan: Plan, found: Mapping[Mode, Plan]) -> list[str]:
         if other is None or other.prediction is None:
             result.append(f"There is no {mode} plan on these devices.")
             continue
-        result.append(f"The best {mode} plan would take {_compared(_predicted(other), plan)}.")
+        result.append(f"The best {mode} plan would take {compared(other)}.")
     return result
 
 
-def _pools(plan: Plan, considered: Sequence[Plan], profile: Profile) -> list[str]:
+def _pools(plan: Plan, considered: Sequence[Plan], profile: Profile, compared: Callable[[Plan], str]) -> list[str]:
     """Cost of the other pool, for components that were measured on both."""
     result = []
     for name, pool in plan.pools.items():
@@ -135,34 +151,36 @@ def _pools(plan: Plan, considered: Sequence[Plan], profile: Profile) -> list[str
         if component.other_pool is None:
             continue
         other = component.other_pool.pool
-        seconds = min((_predicted(each) for each in considered if each.pools.get(name) == other), default=math.inf)
-        if math.isinf(seconds):
+        best = _best(each for each in considered if each.pools.get(name) == other)
+        if best is None:
             result.append(f"No plan was found with {name} on {other}.")
         else:
-            result.append(f"With {name} on {other} the best plan found would take {_compared(seconds, plan)}.")
+            result.append(f"With {name} on {other} the best plan found would take {compared(best)}.")
     return result
 
 
-def _nodes(plan: Plan, considered: Sequence[Plan], workflow: Workflow, cluster: Cluster) -> list[str]:
+def _nodes(
+    plan: Plan, considered: Sequence[Plan], workflow: Workflow, cluster: Cluster, compared: Callable[[Plan], str]
+) -> list[str]:
     """Use of the other nodes than the head node, or why they are not used."""
     away = [node.name for node in cluster.nodes if node.name != cluster.head_node]
     if cluster.head_node is None or not away:
         return []
-    names = _listed(away)
+    names, head = _listed(away), node_text(cluster.head_node)
     if _leaves(plan, cluster):
-        stay = min((_predicted(other) for other in considered if not _leaves(other, cluster)), default=math.inf)
-        if math.isinf(stay):
-            return [f"On {cluster.head_node} alone there is no such plan."]
-        return [f"On {cluster.head_node} alone an iteration would take {_compared(stay, plan)}."]
+        stay = _best(other for other in considered if not _leaves(other, cluster))
+        if stay is None:
+            return [f"On {head} alone there is no such plan."]
+        return [f"On {head} alone an iteration would take {compared(stay)}."]
     movable = ", ".join(name for name in workflow.names if name in workflow.movable)
     if not movable:
-        return [f"Nothing is on {names}: no component may leave {cluster.head_node}."]
-    only = f"Nothing is on {names}. Only {movable} may leave {cluster.head_node}, and "
-    leave = min((_predicted(other) for other in considered if _leaves(other, cluster)), default=math.inf)
-    if math.isinf(leave):
+        return [f"Nothing is on {names}: no component may leave {head}."]
+    only = f"Nothing is on {names}. Only {movable} may leave {head}, and "
+    leave = _best(other for other in considered if _leaves(other, cluster))
+    if leave is None:
         messages = f": a message to another node takes {in_words(cluster.link_s)}" if cluster.link_s else ""
         return [only + f"no plan is faster for it{messages}."]
-    return [only + f"the best plan in which it does would take {_compared(leave, plan)}."]
+    return [only + f"the best plan in which it does would take {compared(leave)}."]
 
 
 def _memory(plan: Plan, problem: Problem) -> list[str]:
@@ -211,12 +229,26 @@ def _predicted(plan: Plan) -> float:
     return plan.prediction.iteration_s
 
 
-def _compared(seconds: float, plan: Plan) -> str:
+def _best(plans: Iterable[Plan]) -> Plan | None:
+    """The plan with the least predicted time; None without any."""
+    return min(plans, key=_predicted, default=None)
+
+
+def _compared(other: Plan, plan: Plan, expected: Callable[[Plan], float]) -> str:
+    """How much longer the other plan's iteration takes. `expected`: seconds of a plan where single calls vary as
+    measured, which the choice counts on; predictions are of constant times."""
+    seconds = _predicted(other)
     ratio = seconds / _predicted(plan) if _predicted(plan) else math.inf
-    # The choice counts on calls that vary; predictions are of constant times.
-    but = ", but longer when single calls vary as measured" if ratio < 0.995 else ""
-    times = f"{ratio:.2f} times as long" if abs(ratio - 1) >= 0.005 else "as long"
-    return f"{times} ({in_words(seconds)}){but}"
+    text = f"{_times(ratio)} ({in_words(seconds)})"
+    if ratio >= 0.995:
+        return text
+    theirs, own = expected(other), expected(plan)
+    varying = f"{_times(theirs / own if own else math.inf)} ({in_words(theirs)} against {in_words(own)})"
+    return f"{text} if every call took its mean time, and {varying} as calls vary"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times as long" if abs(ratio - 1) >= 0.005 else "as long"
 
 
 def _bottleneck(plan: Plan, problem: Problem) -> str:

@@ -22,6 +22,8 @@ from schedulers.errors import PlanError, nearest
 Mode = Literal["collocated", "disaggregated", "hybrid"]
 MODES: tuple[Mode, ...] = ("collocated", "disaggregated", "hybrid")
 
+HERE = "here"
+"""The name in plans of the node on which the command was typed."""
 Device = tuple[str, Pool, int]
 """Node, pool and number."""
 
@@ -196,14 +198,20 @@ def range_from(text: object) -> DeviceRange:
     return DeviceRange(node, "cores" if pool == "cores" else "accelerators", begin, end - begin + 1)
 
 
+def node_text(name: str) -> str:
+    """A node's name as text for people: `this machine` where it is the one on which the command was typed."""
+    return "this machine" if name == HERE else name
+
+
 def ranges_text(devices: Iterable[DeviceRange]) -> str:
-    """Ranges as text for people: equal ranges of many nodes are combined."""
-    devices = list(devices)
+    """Ranges as text for people, `cores 0-3 of node0`: equal ranges of many nodes are combined."""
     ranges: dict[str, list[str]] = {}
     for part in devices:
-        ranges.setdefault(range_text(part).removeprefix(part.node + ":"), []).append(part.node)
+        last = f"-{part.first + part.count - 1}" if part.count > 1 else ""
+        pool = part.pool if part.count > 1 else part.pool.removesuffix("s")
+        ranges.setdefault(f"{pool} {part.first}{last}", []).append(node_text(part.node))
     parts = []
     for where, nodes in ranges.items():
         name = nodes[0] if len(nodes) == 1 else f"{nodes[0]}..{nodes[-1]} ({len(nodes)} nodes)"
-        parts.append(f"{name}:{where}")
+        parts.append(f"{where} of {name}")
     return ", ".join(parts)

@@ -167,6 +167,8 @@ class Profile:
     arrivals: tuple[float, ...] = ()
     """Long tails of episode lengths: share of the rollout's time at which 1/n, 2/n, ... of the items were complete;
     empty: evenly."""
+    other_programs: float | None = None
+    """Share of the cores' time that other programs used while this was measured; None: nobody looked."""
 
     def on_pools(self, pools: Mapping[str, Pool]) -> Profile:
         """The profile with components on the given pools, by name, as far as they were measured there."""

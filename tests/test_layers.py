@@ -33,7 +33,8 @@ LAYERS = (
     {"algorithms", "reporting"},
     {"trajectories"},
     {"runtime"},
-    {"doctor", "config", "run", "devices", "files", "hub", "errors", "metric", "progress", "statistics"},
+    {"doctor", "config", "run"}
+    | {"devices", "files", "hub", "errors", "metric", "progress", "other_programs", "statistics"},
 )
 """Of `embodied`, from the top down."""
 

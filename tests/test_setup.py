@@ -165,6 +165,22 @@ def test_set_up_that_finds_vulkan_and_opengl_asks_for_nothing(tree: Path) -> Non
     assert "Type this" not in result.stderr
 
 
+def test_set_up_that_may_not_install_chromium_prints_how_and_goes_on(tree: Path) -> None:
+    programs = tree / "programs"  # a machine with apt-get, without a browser
+    programs.mkdir()
+    (programs / "apt-get").symlink_to("/bin/true")
+    for name in ("sh", "id"):
+        (programs / name).symlink_to(shutil.which(name) or name)
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    (tree / ".venv" / "bin" / "python").symlink_to("/bin/true")  # it finds MagickWand
+    result = run(["sh", "setup/test_programs.sh"], tree, PATH=str(programs), SYSTEM_PACKAGES="no")
+    assert result.returncode == 0
+    assert "no chromium. Type this" in result.stderr and "install -y --no-install-recommends chromium" in result.stderr
+    (programs / "chromium").symlink_to("/bin/true")
+    found = run(["sh", "setup/test_programs.sh"], tree, PATH=str(programs))
+    assert found.returncode == 0 and not found.stdout + found.stderr
+
+
 def test_both_containers_copy_what_the_set_up_reads_and_call_it(tmp_path: Path) -> None:
     docker, apptainer = (ROOT / "Dockerfile").read_text(), (ROOT / "apptainer.def").read_text()
     lines = [line.split()[1:-1] for line in docker.splitlines() if line.startswith("COPY ")]

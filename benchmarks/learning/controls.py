@@ -28,7 +28,7 @@ from embodied.config.files import load_config, with_settings
 from embodied.config.schema import Config
 from embodied.devices import hardware
 from embodied.reporting.metrics import read
-from embodied.statistics import mean_interval
+from embodied.statistics import seeds_interval
 
 WARM = "warm"
 
@@ -134,12 +134,14 @@ def _run(case: Case, args: Arguments) -> dict[str, Any]:
         config = with_settings(_base(), settings, case.key)
         results = train_variants(config, "reach", args.out, True, args.seeds, ())
         rows = [read(args.out / f"{config.name}-seed{seed}") for seed in args.seeds]
-        mean, low, high = mean_interval([run["success_rate"] for run in results["runs"]])
+        mean, low, high = seeds_interval(
+            [run["success_rate"] for run in results["runs"]], [run["episodes"] for run in results["runs"]]
+        )
         found[name] = {
             "success_rates": [run["success_rate"] for run in results["runs"]],
             "success_rate": mean,
-            "success_low": max(low, 0.0),
-            "success_high": min(high, 1.0),
+            "success_low": low,
+            "success_high": high,
             "env_steps": [row["env_steps"] for row in rows[0]],
             "success_once": _mean(rows, "env/success_once"),
             case.shows: _mean(rows, case.shows),

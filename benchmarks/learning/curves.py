@@ -21,7 +21,7 @@ import tyro
 
 from embodied.bench.settings import show_and_write
 from embodied.reporting.metrics import read
-from embodied.statistics import mean_interval
+from embodied.statistics import seeds_interval
 
 CURVE = (
     "env_steps", "wall_s", "env/success_once", "env/success_recent", "learner/approx_kl", "learner/entropy",
@@ -32,7 +32,7 @@ EVALUATION = ("success_rate", "success_low", "success_high", "episodes")
 @dataclass(frozen=True)
 class Arguments:
     """Gather the results and curves of a base, a supervised run and the runs that went on from it. The interval of the
-    mean is over seeds: of one alone it is 0 to 1."""
+    mean is over seeds (`embodied.statistics.seeds_interval`)."""
 
     base: tyro.conf.Positional[Path]
     """Folder of the evaluation of the untouched base."""
@@ -84,15 +84,14 @@ def main(args: Arguments) -> dict[str, Any]:
     base = result(args.base / "eval.json")
     protocol = base.pop("protocol")
     runs = [gathered(run, protocol) for run in others]
-    rates = [run["success_rate"] for run in runs]
-    mean, low, high = mean_interval(rates) if len(rates) > 1 else (rates[0], 0.0, 1.0)
+    mean, low, high = seeds_interval([run["success_rate"] for run in runs], [run["episodes"] for run in runs])
     found = {
         "note": args.note,
         "base": base,
         "supervised": {"run": first.name, **evaluated(first, protocol)},
         "success_rate": mean,
-        "success_low": max(low, 0.0),
-        "success_high": min(high, 1.0),
+        "success_low": low,
+        "success_high": high,
         "runs": runs,
     }
     show_and_write(found, args.json)

@@ -33,6 +33,8 @@ class TrainArguments:
     """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -67,6 +69,8 @@ class SftArguments:
     """auto: go on from the newest checkpoint of the run called --name, or begin it."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -99,6 +103,8 @@ class EvalArguments:
     """auto: go on with the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin it."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -134,6 +140,8 @@ class RecordArguments:
     action without it: episodes then show how to recover from deviations (DART, arXiv 1703.09327)."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -193,6 +201,8 @@ class ProfileArguments:
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     out: Path = Path("profile.json")
     """File that the profile is written to."""
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -242,6 +252,8 @@ class CompareArguments:
     workload is called by on the page."""
     repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
     """Number of times that all modes are run in turn, three iterations each."""
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 

@@ -23,6 +23,7 @@ from embodied.execution.assignment import HOME, assign
 from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import Session, open_session
 from embodied.files import write_json, write_whole
+from embodied.other_programs import OtherPrograms, in_words
 from embodied.planning.clusters import planned_for, run_cluster
 from embodied.planning.profiler import profile_config, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
@@ -54,6 +55,13 @@ class Ran:
 
     plan: Plan
     iterations: tuple[Iteration, ...]
+    others: tuple[float, ...] = ()
+    """Shares of the cores' time that other programs used meanwhile, one of each time that the plan was run."""
+
+    @property
+    def other_programs(self) -> float | None:
+        """Their mean; None where none was sampled."""
+        return fmean(self.others) if self.others else None
 
     @property
     def seconds(self) -> list[float]:
@@ -125,11 +133,15 @@ def predicted_s(plan: Plan) -> float:
 def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan], repeats: int) -> list[Ran]:
     """All plans in turn, and again: what the machine does meanwhile falls on all of them."""
     found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
+    shares: dict[str, tuple[float, ...]] = {plan.mode: () for plan in plans}
     for _ in range(repeats):
         for plan in plans:
             with start_run(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
+                others = OtherPrograms(session.cores)
                 found[plan.mode] += tuple(run_iterations(workers)[1:])
-    return [Ran(plan, found[plan.mode]) for plan in plans]
+                share = others.share()
+                shares[plan.mode] += () if share is None else (share,)
+    return [Ran(plan, found[plan.mode], shares[plan.mode]) for plan in plans]
 
 
 def _row(name: str, ran: Ran, chosen: bool, simulated: Simulation) -> dict[str, Any]:
@@ -144,6 +156,7 @@ def _row(name: str, ran: Ran, chosen: bool, simulated: Simulation) -> dict[str, 
         "measured_low_s": low,
         "measured_high_s": high,
         "error": predicted_s(ran.plan) / middle - 1,
+        "other_programs": ran.other_programs,
         "phases": rows_of(predicted, phase_times(ran.bars, ran.usual.wall_s)),
         "env_steps_per_s": fmean(i.summary.env_steps for i in ran.iterations) / middle,
         "groups": list(ran.plan.groups),
@@ -184,7 +197,13 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> str:
 def _findings(results: Sequence[Mapping[str, Any]]) -> list[str]:
     errors = [abs(row["error"]) for result in results for row in result["modes"]]
     mean = f"Mean absolute prediction error: {100 * sum(errors) / len(errors):.1f}%."
-    return [mean, *(f"{result['workload']}: {' '.join(why_not_fastest(result['modes']))}" for result in results)]
+    shares = [row.get("other_programs") for result in results for row in result["modes"]]
+    known = [share for share in shares if share is not None]
+    busy = in_words(fmean(known) if known else None)
+    return [
+        f"{mean} {busy}".rstrip(),
+        *(f"{result['workload']}: {' '.join(why_not_fastest(result['modes']))}" for result in results),
+    ]
 
 
 def write_comparison(

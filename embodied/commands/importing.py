@@ -11,7 +11,7 @@ from embodied.demonstrations.importing.formats import ImportRequest as Arguments
 from embodied.demonstrations.importing.formats import recognised
 from embodied.errors import UserError
 
-EVERY = ("source", "out", "json")
+EVERY = ("source", "out", "quiet", "json")
 """Options that every format takes."""
 
 

@@ -19,16 +19,15 @@ from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.workflows.context import FINALS, bootstrap_of, task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, name_in_task, physics_workers_of, rounds_of, tasks_of
+from schedulers.plan import HERE as HOME
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import FarmSpec
 
-HOME = "here"
-"""The name in plans of the node on which the command was typed."""
 HERE = ""
-"""Its id in assignments, which need none for it."""
+"""The id in assignments of the node that plans call `HOME`: they need none for it."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
+from embodied.other_programs import OtherPrograms
 from embodied.planning.clusters import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
@@ -116,6 +117,7 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
                 f"{envs} environments do not divide by two groups on {cores} cores: change env.num_envs"
                 + (f" of {task.env.task}" if len(tasks) > 1 else "")
             )
+    others = OtherPrograms(session.cores)
     each = [_probe(task, session, scratch) for task in tasks]
     whole = _probe(config, session, scratch) if len(tasks) > 1 else each[0]
     return Profile(
@@ -125,6 +127,7 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
         # A policy on a GPU shares no cores.
         together=() if whole.accelerated else _together(each, whole.workflow),
         transfers=_transfers(whole, config),
+        other_programs=others.share(),
     )
 
 

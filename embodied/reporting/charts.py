@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,8 +29,8 @@ COLOURS = ("#3b76c4", "#e58a1f", "#1f9e8f", "#8d61c4", "#cc4b63", "#7d8590")
 _MAX_POINTS = 600
 _DOTTED = 40
 """Curves of up to so many places have a dot at each value."""
-_LONGEST_END = 20
-"""Characters of the name at a curve's end."""
+_END_WIDTH, _END_HEIGHT, _END_GAP = 140, 14, 6
+"""Pixels that the name at a curve's end may be wide, that it is high, and that it stands right of the curve."""
 _MAX_BARS = 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 10, 36
 _TEXT, _GRID, _AXIS, _MARK, _CURVE = "#000001", "#000002", "#000003", "#000004", "#000005"
@@ -102,9 +103,10 @@ def lines(
     keep = _thin(len(x))
     values = [v for curve in curves for v in curve.y if v is not None]
     y_range = y_range or _padded(min(values, default=0.0), max(values, default=1.0))
-    longest = max((len(curve.end) for curve in curves), default=0)
-    right = _RIGHT + 7 * min(longest, _LONGEST_END)
-    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show, right=right)
+    ends = [_fitting(curve.end) for curve in curves]
+    right = _RIGHT + math.ceil(max(map(_text_width, ends), default=0.0))
+    whole = all(float(place).is_integer() for place in x)
+    axes = _axes(width, height, (0.0, max(x, default=1.0)), y_range, x_label, show, right=right, whole_x=whole)
     if mark_y is not None:
         axes.axhline(mark_y, color=_MARK, linewidth=1, dashes=(5, 4))
     clip = not all(y_range[0] <= value <= y_range[1] for value in values)  # a dot on the edge is shown whole
@@ -129,7 +131,7 @@ def lines(
             clip_on=clip,
             markevery=_alone(y) if len(keep) > _DOTTED else None,
         )
-    _name_ends(axes, x, curves)
+    _name_ends(axes, x, curves, ends)
     points: list[list[object]] = []
     for i in keep:
         texts = [f"{c.name} {exact(v, show)}" for c in curves if (v := c.y[i]) is not None]
@@ -137,20 +139,58 @@ def lines(
     return _svg(axes, points)
 
 
-def _name_ends(axes: Axes, x: Sequence[float], curves: Sequence[Line]) -> None:
-    """Names at the curves' last values, moved apart where they would cover each other."""
-    ends: list[tuple[float, float, Line]] = []
-    for curve in curves:
+def _name_ends(axes: Axes, x: Sequence[float], curves: Sequence[Line], names: Sequence[str]) -> None:
+    """`names` at the curves' last values, moved apart where they would cover each other, within the height of the
+    plot. Where it has no room for all, those of faint curves are left out first, and a last line counts them."""
+    ends: list[tuple[float, float, str, Line]] = []
+    for curve, name in zip(curves, names, strict=True):
         known = [(x[i], value) for i, value in enumerate(curve.y) if value is not None]
-        if curve.end and known:
+        if name and known:
             across, up = axes.transData.transform(known[-1])
-            ends.append((float(across), float(up), curve))
-    figure, below = axes.figure, -math.inf
-    for across, up, curve in sorted(ends, key=lambda end: end[1]):
-        below = max(up, below + 13)
-        text = curve.end if len(curve.end) <= _LONGEST_END else curve.end[: _LONGEST_END - 1] + "…"
-        place = (across + 6) / figure.bbox.width, below / figure.bbox.height
-        figure.text(*place, text, color=curve.colour, fontsize=11.5, va="center", parse_math=False)
+            ends.append((float(across), float(up), name, curve))
+    figure, plot = axes.figure, axes.bbox
+    lowest, highest = float(plot.y0) + _END_HEIGHT / 2, float(plot.y1) - _END_HEIGHT / 2
+    room = int((highest - lowest) // _END_HEIGHT) + 1
+    if len(ends) > room:
+        ends.sort(key=lambda end: end[3].faint)  # in the order of the curves otherwise
+        more, ends = len(ends) - room + 1, ends[: room - 1]
+        right = max(across for across, *_ in ends)
+        ends.append((right, lowest, f"and {more} more", Line("", (), colour=_TEXT)))
+    ends.sort(key=lambda end: end[1])
+    heights = _apart([up for _, up, *_ in ends], lowest, highest, _END_HEIGHT)
+    for (across, _, name, curve), up in zip(ends, heights, strict=True):
+        place = (across + _END_GAP) / figure.bbox.width, up / figure.bbox.height
+        figure.text(*place, name, color=curve.colour, fontsize=11.5, va="center_baseline", parse_math=False)
+
+
+def _apart(wanted: Sequence[float], lowest: float, highest: float, gap: float) -> list[float]:
+    """Places from `lowest` to `highest`, at least `gap` apart and near the wanted ones, which are sorted. All must
+    have room."""
+    places: list[float] = []
+    for number, place in enumerate(wanted):
+        least = lowest if not places else places[-1] + gap
+        most = highest - gap * (len(wanted) - 1 - number)
+        places.append(min(max(place, least), most))
+    return places
+
+
+def _fitting(name: str) -> str:
+    """The name; where it is wider than the names at curves' ends may be, without its middle: names of runs often begin
+    alike, and end in the seed."""
+    kept, shown = len(name), name
+    while _text_width(shown) > _END_WIDTH:
+        kept -= 1
+        shown = name[: (kept + 1) // 2] + "…" + name[len(name) - kept // 2 :]
+    return shown
+
+
+def _text_width(text: str) -> float:
+    """Pixels that text of the charts' size is wide, in a wide font: a browser's is hardly wider. Letters of East Asian
+    scripts are as wide as they are high."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    broad = sum(letter in "mwMW@%…—" for letter in text)
+    capital = sum(letter.isupper() and letter not in "MW" for letter in text)
+    return 11.5 * wide + 11.3 * broad + 8.6 * capital + 7.2 * (len(text) - wide - broad - capital)
 
 
 def _draw_bars(axes: Axes, x: Sequence[float], curve: Line) -> None:
@@ -237,8 +277,10 @@ def _axes(
     show_y: Format,
     *,
     right: int = _RIGHT,
+    whole_x: bool = False,
 ) -> Axes:
-    """Axes of a chart: one unit of the figure is a pixel of the page."""
+    """Axes of a chart: one unit of the figure is a pixel of the page. With `whole_x` there is no tick between whole
+    numbers."""
     from matplotlib.figure import Figure  # takes half a second: only where it is used
 
     figure = Figure((width / 72, height / 72), dpi=72, facecolor="none")
@@ -249,6 +291,8 @@ def _axes(
     axes.set_xlabel(x_label, fontsize=12, color=_TEXT, labelpad=2, parse_math=False)
     (first, last), (bottom, top) = _wide(*x_range), _wide(*y_range)
     x_ticks, y_ticks = ticks(first, last, (width - right) // 80), ticks(bottom, top, height // 36)
+    if whole_x:
+        x_ticks = [tick for tick in x_ticks if tick.is_integer()]
     axes.set_xticks(x_ticks, _labels(x_ticks, compact))
     axes.set_yticks(y_ticks, _labels(y_ticks, show_y))
     axes.set_xlim(first, last)

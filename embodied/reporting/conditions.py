@@ -62,7 +62,7 @@ def _condition(row: Mapping[str, Any]) -> ConditionResult:
     return ConditionResult(str(row["axis"])[:LONGEST_NAME], level, step, episodes, success, difference, p_value)
 
 
-def success_by_level(results: Sequence[ConditionResult], width: int = 640, height: int = 300) -> str:
+def success_by_level(results: Sequence[ConditionResult], width: int = 420, height: int = 230) -> str:
     """SVG of success by level, a curve for each axis from the unperturbed episodes on; the bands are 95% intervals."""
     begin, *others = results
     names = list(dict.fromkeys(one.curve for one in others))

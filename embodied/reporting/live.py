@@ -1,4 +1,8 @@
-"""The live display of a run: a table in a terminal, plain lines elsewhere."""
+"""The live display of a run: a table in a terminal; elsewhere now and then a line with the time of day.
+
+Lines are for someone who looks into the log of a job: the first iteration, then one at each tenth of the work, but none
+within half a minute of another, and one at least every ten minutes; and the last.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import datetime
 
 from rich import get_console
 from rich.console import Console, Group, RenderableType
@@ -34,6 +40,9 @@ ROWS = 12
 _WIDE_ENOUGH_FOR_RETURN = 88
 _WIDE_ENOUGH_FOR_BAR = 112
 _BAR_CELLS = 22
+_CLOSEST_S, _FARTHEST_S = 30.0, 600.0
+"""Seconds between two lines of one display: at least, and at most if anything happens."""
+_QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 # The terminal's own colours, which its owner has made readable on its background.
 _COLOURS = {
     "physics": "blue",
@@ -67,11 +76,41 @@ _COLUMNS = (
 )
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Show no progress within the block: neither table nor bars, nor their lines. What `tell` prints stays."""
+    before = _QUIET.set(True)
+    try:
+        yield
+    finally:
+        _QUIET.reset(before)
+
+
+class _Pace:
+    """When the next line is due, outside of a terminal."""
+
+    def __init__(self, total: int | None, clock: Callable[[], float]) -> None:
+        self._total, self._clock = total, clock
+        self._shown_s, self._shown = clock(), 0.0
+
+    def is_due(self, done: float) -> bool:
+        """True if a line is to be shown now, which counts as shown."""
+        since_s = self._clock() - self._shown_s
+        tenth = bool(self._total) and 10 * done // self._total > 10 * self._shown // self._total
+        if since_s < _CLOSEST_S or not (tenth or since_s >= _FARTHEST_S):
+            return False
+        self.shown(done)
+        return True
+
+    def shown(self, done: float) -> None:
+        self._shown_s, self._shown = self._clock(), done
+
+
 class Progress:
     """The progress of a training run: `row` after every iteration, `note` for what is worth a line.
 
-    In a terminal, a table of the last rows, redrawn in place; elsewhere one line per iteration. Leaving the
-    `with` block, for whatever reason, gives the terminal back as it was.
+    In a terminal, a table of the last rows, redrawn in place; elsewhere a line now and then, and none within `quiet`.
+    Leaving the `with` block, for whatever reason, gives the terminal back as it was, and prints the last row.
     """
 
     def __init__(
@@ -82,21 +121,28 @@ class Progress:
         target_return: float | None = None,
         *,
         console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._title, self._total = title, total_iterations
+        self._title, self._total, self._clock = title, total_iterations, clock
         self._targets = {_SUCCESS: target_success, _RETURN: target_return}
         self._console = console or get_console()
         self._rows: deque[dict[str, float]] = deque(maxlen=ROWS)
-        self._began_s = self._last_row_s = time.monotonic()
+        self._began_s = self._last_row_s = clock()
         self._rows_seen = 0
         self._live: Live | None = None
+        self._pace: _Pace | None = None
+        self._waiting: dict[str, float] | None = None
+        """The last row, where it has no line yet."""
 
     def __enter__(self) -> Progress:
-        self._began_s = self._last_row_s = time.monotonic()
+        self._began_s = self._last_row_s = self._clock()
+        if _QUIET.get():
+            return self
         if _is_animated(self._console):
             self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=2)
             self._live.start(refresh=True)
         else:
+            self._pace = _Pace(self._total, self._clock)
             _line(self._console, f"{self._title}: {self._total} iterations{self._target_text()}")
         return self
 
@@ -104,6 +150,9 @@ class Progress:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._waiting is not None:
+            _line(self._console, self._plain(self._waiting))
+            self._waiting = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,11 +171,18 @@ class Progress:
         be among them, and a missing one shows as a dash. Success has no column where rows have none."""
         self._rows.append(dict(values))
         self._rows_seen += 1
-        self._last_row_s = time.monotonic()
+        self._last_row_s = self._clock()
         if self._live is not None:
             self._live.refresh()
-        else:
+        elif self._pace is not None:
+            done = self._rows[-1].get("iteration", 0.0)
+            if self._rows_seen == 1:
+                self._pace.shown(done)
+            elif not self._pace.is_due(done):
+                self._waiting = self._rows[-1]
+                return
             _line(self._console, self._plain(values))
+            self._waiting = None
 
     def note(self, text: str) -> None:
         """Print a line that stays: above the table, where there is one."""
@@ -134,8 +190,7 @@ class Progress:
 
     def _plain(self, values: Mapping[str, float]) -> str:
         numbers = [f"{column.title} {_shown(column, values)}" for column in self._columns()[1:]]
-        times = [f"elapsed {duration(time.monotonic() - self._began_s)}", f"left {self._left()}"]
-        return "  ".join([f"iter {_shown(_COLUMNS[0], values)}/{self._total}", *numbers, *times])
+        return "  ".join([f"iter {_shown(_COLUMNS[0], values)}/{self._total}", *numbers, f"left {self._left()}"])
 
     def _left(self) -> str:
         """Time to the last iteration at the pace of those seen since the start (or the resume)."""
@@ -163,7 +218,7 @@ class Progress:
             Text(self._title, style="bold"),
             ProgressBar(total=max(self._total, 1), completed=done, width=16),
             Text(f"{done:.0f}/{self._total}{self._target_text()}"),
-            Text(f"{duration(time.monotonic() - self._began_s)} elapsed, {self._left()} left", style="dim"),
+            Text(f"{duration(self._clock() - self._began_s)} elapsed, {self._left()} left", style="dim"),
         )
         return Group(head, self._table())
 
@@ -204,22 +259,29 @@ class _Steps:
 
 
 @contextmanager
-def steps(title: str, total: int | None, console: Console | None = None) -> Iterator[_Steps]:
+def steps(
+    title: str, total: int | None, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[_Steps]:
     """A bar with the time left for a step of set-up or evaluation that takes long:
-    `with steps("Loading scenes", 40) as bar: … bar.advance()`. `total` None: unknown.
+    `with steps("Loading scenes", 40) as bar: … bar.advance()`. `total` None: there is nothing to count.
 
-    Without a terminal: a line at the beginning, at each tenth of the steps, and at the end.
+    Without a terminal: a line at the beginning, one now and then, and one at the end; none within `quiet`.
     """
     console = console or get_console()
-    began_s = time.monotonic()
+    began_s = clock()
+    if _QUIET.get():
+        yield _Steps(lambda done, text: None)
+        return
     if not _is_animated(console):
         _line(console, f"{title} …")
-        bar = _Steps(_plain_steps(console, title, total, began_s))
+        bar = _Steps(_plain_steps(console, title, total, clock))
         yield bar
-        _line(console, f"{title}: {bar.done} done in {duration(time.monotonic() - began_s)}")
+        counted = f"{bar.done} " if bar.done or total else ""
+        _line(console, f"{title}: {counted}done in {duration(clock() - began_s)}")
         return
     name, text = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[text]}"))
-    numbers = (BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn(), _Left())
+    counted = () if total is None else (BarColumn(bar_width=30), MofNCompleteColumn())
+    numbers = (*counted, TimeElapsedColumn(), _Left())
     with Bars(SpinnerColumn(), name, *numbers, text, console=console) as bars:
         task = bars.add_task(title, total=total, text="")
         yield _Steps(lambda done, text: bars.update(task, completed=done, text=text))
@@ -232,16 +294,15 @@ class _Left(TimeRemainingColumn):
         return Text("") if task.finished or task.total is None else super().render(task) + Text(" left")
 
 
-def _plain_steps(console: Console, title: str, total: int | None, began_s: float) -> Callable[[int, str], None]:
-    tenths_shown = 0
+def _plain_steps(
+    console: Console, title: str, total: int | None, clock: Callable[[], float]
+) -> Callable[[int, str], None]:
+    pace, began_s = _Pace(total, clock), clock()
 
     def show(done: int, text: str) -> None:
-        nonlocal tenths_shown
-        tenths = 10 * done // total if total else 0
-        if total and tenths_shown < tenths < 10:
-            tenths_shown = tenths
-            left_s = (time.monotonic() - began_s) * (total - done) / done
-            _line(console, f"{title}: {done}/{total}, {duration(left_s)} left  {text}".rstrip())
+        if done != total and pace.is_due(done):
+            left = f"/{total}, {duration((clock() - began_s) * (total - done) / done)} left" if total else " done"
+            _line(console, f"{title}: {done}{left}  {text}".rstrip())
 
     return show
 
@@ -260,7 +321,8 @@ def _is_animated(console: Console) -> bool:
 
 
 def tell(text: str) -> None:
-    """Print a line that stays: above the table, where there is one."""
+    """Print a line that stays: above the table, where there is one, and with the time of day, where there is no
+    terminal."""
     _line(get_console(), text)
 
 
@@ -276,6 +338,7 @@ def optional(what: str) -> Iterator[None]:
 
 def _line(console: Console, text: str) -> None:
     # Not wrapped: a line in a log file is one line, and a program may read it.
+    text = text if _is_animated(console) else f"{datetime.now():%H:%M:%S}  {text}"
     try:
         console.print(Text(text), soft_wrap=True)
     except OSError as error:

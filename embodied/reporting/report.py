@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from embodied.config.schema import Config
 from embodied.files import read_json, write_whole
+from embodied.other_programs import in_words
 from embodied.reporting import charts
 from embodied.reporting.charts import compact, ticks
 from embodied.reporting.conditions import condition_cells, success_by_level
@@ -42,6 +43,8 @@ from embodied.statistics import wilson
 SMOOTHING = 5
 """Iterations over which the smoothed success is averaged, and over which a target must last."""
 EVALUATED = "evaluated during training"
+LONG_HEAD = 24
+"""Characters of a column's name from which on it may be in several lines."""
 VIDEO_BYTES = 20_000_000
 """Videos are embedded up to this sum of sizes; further ones are linked."""
 
@@ -294,8 +297,14 @@ def _evaluation(run: RunFolder) -> str:
     names = ("task", *success, "starts trained on", "episodes", "length", "return", "wall time")
     shown = table(names, [_evaluation_cells(item, run.measure) for item in run.evals])
     notes = dict.fromkeys(note for item in run.evals for note in item.notes)
-    notices = "".join(f'<p class="notice">{escape(note)}.</p>' for note in notes)
-    return section("Evaluation", shown + notices) + _perturbed(run)
+    good = {item.notes[0] for item in run.evals if item.notes} if _untouched(run) else set()
+    lines = (f'<p class="{"note" if note in good else "notice"}">{escape(note)}.</p>' for note in notes)
+    return section("Evaluation", shown + "".join(lines)) + _perturbed(run)
+
+
+def _untouched(run: RunFolder) -> bool:
+    """True if no start of the evaluations was trained on, which their first note says: no reason to warn."""
+    return all((item.trained_on or "").startswith("0 of ") for item in run.evals)
 
 
 def _perturbed(run: RunFolder) -> str:
@@ -305,7 +314,8 @@ def _perturbed(run: RunFolder) -> str:
     names = ("perturbed by", "success once", "difference, points", "p", "episodes")
     rows = table(names, map(condition_cells, run.conditions))
     lead = "Each perturbation repeats the unperturbed episodes; differences are paired. Bands are 95% intervals."
-    return section("Under perturbations", card("Success by level", success_by_level(run.conditions)) + rows, lead)
+    chart = grid("two", [card("Success by level", success_by_level(run.conditions))])
+    return section("Under perturbations", chart + rows, lead)
 
 
 def _evaluation_cells(item: Evaluation, measure: Measure) -> tuple[object, ...]:
@@ -508,7 +518,7 @@ def setting_text(value: Any) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], css: str = "") -> str:
     """A table on a card. `head` is plain text, cells are HTML; `css` names a kind of table that the page knows."""
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    names = "".join(f"<th{' class=long' * (len(name) > LONG_HEAD)}>{escape(name)}</th>" for name in head)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for cells in rows)
     return f'<div class="card scroll {css}"><table><tr>{names}</tr>{lines}</table></div>'
 
@@ -567,9 +577,11 @@ def _predicted_and_measured(run: RunFolder, path: Path) -> str:
     if predicted is None or not times:
         return ""
     measured = statistics.median(times)
+    others = [value for value in run.column("time/other_programs") if value is not None]
+    busy = in_words(statistics.fmean(others) if others else None)
     return (
         f"<p>Predicted {predicted:.3g} s per iteration, measured {measured:.3g} s (median of {len(times)}): "
-        f"{predicted / measured - 1:+.0%}.</p>"
+        f"{predicted / measured - 1:+.0%}. {busy}</p>"
     )
 
 

@@ -7,9 +7,8 @@ is drawn as far as all of them went.
 from __future__ import annotations
 
 import json
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
@@ -22,7 +21,7 @@ from embodied.reporting import charts, report
 from embodied.reporting.live import duration
 from embodied.reporting.report import setting_text, write_page
 from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, flat, read_run
-from embodied.statistics import mean_interval
+from embodied.statistics import mean_interval, seeds_interval
 
 POINTS = 400
 """Places of a chart: those at which iterations of the runs ended, or so many evenly spaced ones, if these are more."""
@@ -30,6 +29,12 @@ SINGLE = 5
 """Runs of a curve that are also drawn one by one, if they are no more."""
 DASHES = (None, (3.0, 2.0), (1.5, 3.0), (0.5, 1.5))
 """Of curves that would otherwise look alike: those with the colour of another, and those that cover another."""
+RECENT = 100
+"""Training episodes over which the metric of the last ones is a mean."""
+INTERVAL = "Student's t over seeds, but for success never narrower than Wilson's of all their episodes together"
+"""The 95% interval of a mean over seeds, in words: `embodied.statistics.seeds_interval`."""
+NAMED = 4
+"""Names of equal curves that are given, before the others are counted."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -61,27 +66,39 @@ class Alike:
         """`RETURN` where the tasks of one of them have no success."""
         return RETURN if any(run.measure is RETURN for run in self.runs) else SUCCESS
 
-    def evaluated(self) -> list[float]:
-        """The measure over all its tasks of each run that was evaluated as the first one was."""
+    def evaluated(self) -> list[tuple[float, int]]:
+        """The measure over all its tasks, and the number of its episodes, of each run that was evaluated as the first
+        one was."""
         protocols = [protocol_of(run) for run in self.runs]
         first = next((protocol for protocol in protocols if protocol is not None), None)
         pairs = zip(self.runs, protocols, strict=True)
-        return [run.evaluated()[0] for run, protocol in pairs if protocol is not None and protocol == first]
+        return [run.evaluated() for run, protocol in pairs if protocol is not None and protocol == first]
 
-    def perturbed(self) -> dict[tuple[str, int], list[float]]:
-        """Success of each run that was evaluated as the first one was, by curve and level of the perturbation; level 0
-        of each curve is the unperturbed episodes'."""
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval of the mean of what was evaluated; None where nothing says how much that varies: of one
+        return, and of equal ones."""
+        found = self.evaluated()
+        if not found:
+            return None
+        values, episodes = zip(*found, strict=True)
+        if self.measure is SUCCESS:
+            return seeds_interval(values, episodes)[1:]
+        return None if min(values) == max(values) else mean_interval(values)[1:]
+
+    def perturbed(self) -> dict[tuple[str, int], list[tuple[float, int]]]:
+        """Success and number of episodes of each run that was evaluated as the first one was, by curve and level of the
+        perturbation; level 0 of each curve is the unperturbed episodes'."""
         protocols = [protocol_of(run) for run in self.runs]
         first = next((protocol for protocol in protocols if protocol is not None), None)
-        found: dict[tuple[str, int], list[float]] = {}
+        found: dict[tuple[str, int], list[tuple[float, int]]] = {}
         for run, protocol in zip(self.runs, protocols, strict=True):
             if not run.conditions or protocol != first:
                 continue
             begin, *others = run.conditions
             for curve in dict.fromkeys(one.curve for one in others):
-                found.setdefault((curve, 0), []).append(begin.success[0])
+                found.setdefault((curve, 0), []).append((begin.success[0], begin.episodes))
             for one in others:
-                found.setdefault((one.curve, one.level), []).append(one.success[0])
+                found.setdefault((one.curve, one.level), []).append((one.success[0], one.episodes))
         return found
 
     def times(self) -> list[float | None]:
@@ -129,18 +146,17 @@ def protocol_of(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _data(group: Alike) -> dict[str, Any]:
-    values, name = group.evaluated(), group.measure.name
-    mean, low, high = mean_interval(values) if values else (math.nan,) * 3
-    least, most = group.measure.y_range or (-math.inf, math.inf)
+    values, name = [value for value, _ in group.evaluated()], group.measure.name
+    low, high = group.interval() or (None, None)
     rate, rates = ("success_rate", "success_rates") if group.measure is SUCCESS else ("return", "returns")
     return {
         "label": group.label,
         "runs": [str(run.path) for run in group.runs],
         "seeds": group.seeds,
         rates: values,
-        rate: mean if values else None,
-        f"{name}_low": max(low, least) if values else None,
-        f"{name}_high": min(high, most) if values else None,
+        rate: statistics.fmean(values) if values else None,
+        f"{name}_low": low,
+        f"{name}_high": high,
         "env_steps": [run.rows[-1]["env_steps"] for run in group.runs],
         "time_to_target_s": group.times(),
     }
@@ -170,7 +186,8 @@ def _curves(groups: Sequence[Alike]) -> str:
             _figure(groups, measure, "The same, by wall-clock", key, "wall_s", scale, f"wall-clock, {unit}"),
         ]
     figures.append(_figure(groups, RETURN, "Return, by env steps", RETURN.each, "env_steps", 1.0, "env steps"))
-    lead = "A thick curve is the mean over seeds, its band the 95% interval of that mean; one seed has no band. "
+    lead = f"A thick curve is the mean over seeds, its band the 95% interval of that mean: {INTERVAL}. One seed has no "
+    lead += "band. "
     lead += "Thin curves are single runs. Between the ends of its iterations a run's value is interpolated."
     return report.section("Learning", report.grid("two", figures), lead)
 
@@ -185,13 +202,13 @@ def _figure(
     means, single = [], []
     for number, group in enumerate(groups):
         colour, several = _colour(number), len(group.runs) > 1
-        y, band = _mean_curve(group, key, over, x)
-        end = f"mean of {len(group.runs)}" if several else group.names
+        y, band = _mean_curve(group, measure, key, over, x)
+        end = f"mean of {len(group.runs)}" if several and len(groups) == 1 else group.label if several else group.names
         dashes = DASHES[number // len(charts.COLOURS) % len(DASHES)]
         curve = charts.Line(group.title, y, colour=colour, band=band if several else (), dashes=dashes, end=end)
         means.append(curve)
         if 1 < len(group.runs) <= SINGLE:
-            single += [_single(run, key, over, x, colour) for run in group.runs]
+            single += [_single(run, measure, key, over, x, colour) for run in group.runs]
     curves = [*single, *means]
     notes = [*_equal(curves), *_empty(groups, measure, key, over)]
     note = f'<p class="note">{"<br>".join(map(escape, notes))}</p>' if notes else ""
@@ -210,7 +227,7 @@ def _figure(
         show=measure.show,
         y_range=measure.y_range,
     )
-    legend = "".join(report.legend({escape(group.title): _colour(number)}) for number, group in enumerate(groups))
+    legend = "".join(report.legend({escape(group.label): _colour(number)}) for number, group in enumerate(groups))
     return report.card(title, drawn + note, legend)
 
 
@@ -224,10 +241,10 @@ def _iterations(groups: Sequence[Alike], over: str) -> dict[float, str]:
     return {place: f", iteration {' or '.join(map(str, numbers))}" for place, numbers in found.items()}
 
 
-def _single(run: RunFolder, key: str, over: str, x: np.ndarray, colour: str) -> charts.Line:
+def _single(run: RunFolder, measure: Measure, key: str, over: str, x: np.ndarray, colour: str) -> charts.Line:
     """One of a curve's runs."""
     name, alone = run.path.resolve().name, Alike("", (run,), {})
-    return charts.Line(name, _mean_curve(alone, key, over, x)[0], faint=True, colour=colour, end=name)
+    return charts.Line(name, _mean_curve(alone, measure, key, over, x)[0], faint=True, colour=colour, end=name)
 
 
 def _same(curves: Sequence[charts.Line]) -> list[list[int]]:
@@ -242,7 +259,11 @@ def _same(curves: Sequence[charts.Line]) -> list[list[int]]:
 def _equal(curves: Sequence[charts.Line]) -> list[str]:
     """A sentence for each set of curves that cover each other."""
     sets = [[curves[number].end for number in numbers] for numbers in _same(curves) if len(numbers) > 1]
-    return [f"{', '.join(names[:-1])} and {names[-1]} are equal." for names in sets]
+    left = [f"{len(names) - NAMED} more" if len(names) > NAMED + 1 else names[-1] for names in sets]
+    return [
+        f"{', '.join(names[: min(NAMED, len(names) - 1)])} and {last} are equal."
+        for names, last in zip(sets, left, strict=True)
+    ]
 
 
 def _told_apart(curves: Sequence[charts.Line]) -> list[charts.Line]:
@@ -280,10 +301,11 @@ def _known(run: RunFolder, key: str, over: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def _mean_curve(
-    group: Alike, key: str, over: str, x: np.ndarray
+    group: Alike, measure: Measure, key: str, over: str, x: np.ndarray
 ) -> tuple[list[float | None], list[tuple[float, float] | None]]:
     """The mean over the group's runs at each place that all of them reached, and its interval."""
     curves = [known for run in group.runs if len((known := _known(run, key, over))[0])]
+    counts = [_episodes(run, measure, key, over) for run in group.runs if len(_known(run, key, over)[0])]
     mean: list[float | None] = []
     band: list[tuple[float, float] | None] = []
     for place in x:
@@ -291,17 +313,29 @@ def _mean_curve(
             mean.append(None)
             band.append(None)
             continue
-        middle, low, high = mean_interval([float(np.interp(place, xs, ys)) for xs, ys in curves])
+        values = [float(np.interp(place, xs, ys)) for xs, ys in curves]
+        middle, low, high = mean_interval(values)
+        if measure is SUCCESS and all(0 <= value <= 1 for value in values):
+            middle, low, high = seeds_interval(values, [count(place) for count in counts])
         mean.append(middle)
         band.append((low, high))
     return mean, band
 
 
+def _episodes(run: RunFolder, measure: Measure, key: str, over: str) -> Callable[[float], int]:
+    """The number of episodes, one or more, that a run's success at a place is a mean of."""
+    if key == measure.recent:
+        return lambda place: RECENT
+    xs, ys = _known(run, "env/episodes", over)
+    return lambda place: max(1, round(float(np.interp(place, xs, ys)))) if len(xs) else 1
+
+
 def _table(groups: Sequence[Alike]) -> str:
     measures = " or ".join(dict.fromkeys(group.measure.name for group in groups))
     names = ("settings", "seeds", f"{measures} in evaluation", "each seed", "env steps", "wall time", "time to target")
-    lead = f"{measures.capitalize()}: the mean over seeds with its 95% interval (Student's t); time to target: the "
-    lead += "median."
+    lead = (
+        f"{measures.capitalize()}: the mean over seeds with its 95% interval, {INTERVAL}. Time to target: the median."
+    )
     left_out = sum(sum(bool(run.evals) for run in group.runs) - len(group.evaluated()) for group in groups)
     if left_out:
         lead += f" {left_out} evaluations by another protocol than the first of their settings are left out."
@@ -324,8 +358,11 @@ def _perturbed(groups: Sequence[Alike]) -> str:
         drawn = []
         for number, (group, values) in enumerate(zip(groups, found, strict=True)):
             several = [values.get((curve, level), []) for level in levels]
-            bands = [_within(mean_interval(rates)[1:]) if len(rates) > 1 else None for rates in several]
-            means = [statistics.fmean(rates) if rates else None for rates in several]
+            found_at = [seeds_interval(*zip(*rates, strict=True)) if rates else None for rates in several]
+            bands = [
+                None if one is None or len(rates) < 2 else one[1:] for one, rates in zip(found_at, several, strict=True)
+            ]
+            means = [None if one is None else one[0] for one in found_at]
             drawn.append(charts.Line(group.title, means, colour=_colour(number), band=bands, end=group.names))
         heads = ["unperturbed" if level == 0 else f"{curve} {level}" for level in levels]
         chart = charts.lines([*map(float, levels)], drawn, "level", heads, show=charts.percent, y_range=(0.0, 1.0))
@@ -339,21 +376,15 @@ def _perturbed(groups: Sequence[Alike]) -> str:
         if level or (curve, level) == keys[0]
     ]
     shown = report.table(("perturbed by", *(group.title for group in groups)), rows)
-    lead = "Success by axis and level: the mean over seeds with its 95% interval (Student's t), of the same episodes."
+    lead = f"Success by axis and level: the mean over seeds, of the same episodes, with its 95% interval, {INTERVAL}."
     return report.section("Under perturbations", report.grid("two", figures) + shown, lead)
 
 
-def _within(ends: tuple[float, float]) -> tuple[float, float]:
-    """An interval of rates, within 0 and 1."""
-    return max(0.0, ends[0]), min(1.0, ends[1])
-
-
-def _rates(rates: Sequence[float] | None) -> str:
+def _rates(rates: Sequence[tuple[float, int]] | None) -> str:
     if not rates:
         return "–"
-    mean = charts.percent(statistics.fmean(rates))
-    between = report.interval(*_within(mean_interval(rates)[1:]))
-    return mean + (f" <small>{between}</small>" if len(rates) > 1 else "")
+    mean, low, high = seeds_interval(*zip(*rates, strict=True))
+    return f"{charts.percent(mean)} <small>{report.interval(low, high)}</small>"
 
 
 def _protocol_line(protocol: Mapping[str, Any]) -> str:
@@ -366,12 +397,12 @@ def _protocol_line(protocol: Mapping[str, Any]) -> str:
 
 
 def _cells(group: Alike) -> tuple[str, ...]:
-    data, values, measure = _data(group), group.evaluated(), group.measure
+    data, values, measure = _data(group), [value for value, _ in group.evaluated()], group.measure
     measured = "–"
     if values:
-        between = report.interval(data[f"{measure.name}_low"], data[f"{measure.name}_high"], measure.show)
-        mean = measure.show(statistics.fmean(values))
-        measured = mean + (f" <small>{between}</small>" if len(values) > 1 else "")
+        between = group.interval()
+        small = "" if between is None else f" <small>{report.interval(*between, measure.show)}</small>"
+        measured = measure.show(statistics.fmean(values)) + small
     times = [time for time in group.times() if time is not None]
     reached = f" ({len(times)} of {len(group.runs)})" if len(times) < len(group.runs) else ""
     walls = [run.column("wall_s")[-1] or 0.0 for run in group.runs]
@@ -390,7 +421,7 @@ def _differences(groups: Sequence[Alike]) -> str:
     differing = _differing([group.settings for group in groups])
     if not differing:
         return ""
-    head = ("setting", *(group.title for group in groups))
+    head = ("setting", *(group.label for group in groups))
     rows = [[", ".join(map(setting_text, group.seeds)) for group in groups]]
     rows += [[setting_text(group.settings.get(key)) for group in groups] for key in differing]
     cells = [

@@ -46,6 +46,11 @@ METRICS = (
     Metric("time/learner", "share", "Of the iteration's time, the update."),
     Metric("time/transport", "share", "Of the iteration's time, moving data."),
     Metric("time/idle", "share", "Of the iteration's time, what none of these explains."),
+    Metric(
+        "time/other_programs",
+        "share",
+        "Of the time of this machine's cores, what other programs used; every few seconds.",
+    ),
 )
 
 

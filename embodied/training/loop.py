@@ -26,6 +26,7 @@ from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
 from embodied.files import is_full
+from embodied.other_programs import OtherPrograms
 from embodied.planning.run_plans import Move, Watch, plan_run
 from embodied.reporting.live import Progress, tell
 from embodied.reporting.metrics import MetricsWriter, read
@@ -129,6 +130,7 @@ class _Loop:
     """The iterations of one run."""
 
     workers: OnPolicy
+    _others: OtherPrograms
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class _Loop:
 
     def begin(self, workers: OnPolicy, resume_from: Path | None) -> None:
         """Load the checkpoint, if there is one, and start the environments."""
-        self.workers = workers
+        self.workers, self._others = workers, OtherPrograms()
         environments = None
         if resume_from is not None:
             self.workers.load(resume_from)
@@ -356,6 +358,8 @@ class _Loop:
                 self._checkpoints.taken(),
                 has_success=self.workers.has_success,
             )
+            if (share := self._others.share()) is not None:
+                row["time/other_programs"] = share
             self._call_back(row)
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.statistics import paired_difference, pass_at, typical, wilson
+from embodied.statistics import mean_interval, paired_difference, pass_at, seeds_interval, typical, wilson
 
 OUTCOMES = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 
@@ -102,3 +102,31 @@ def test_other_numbers_of_episodes_cannot_be_paired() -> None:
         paired_difference([True], [True, False])
     with pytest.raises(ValueError, match="same episodes"):
         paired_difference([], [])
+
+
+@pytest.mark.parametrize("solved", [0, 57, 100])
+def test_seeds_that_end_alike_are_as_uncertain_as_their_episodes(solved: int) -> None:
+    mean, low, high = seeds_interval([solved / 100] * 3, [100] * 3)
+    assert mean == pytest.approx(solved / 100) and (low, high) == pytest.approx(wilson(3 * solved, 300))
+    assert low < high, "equal rates are no certainty"
+
+
+def test_seeds_that_differ_have_students_interval_within_the_rates_there_are() -> None:
+    rates = [0.5, 0.6, 0.55]
+    assert seeds_interval(rates, [100] * 3)[1:] == pytest.approx(mean_interval(rates)[1:])
+    assert seeds_interval([0.9, 1.0], [100] * 2)[2] == 1.0
+
+
+def test_of_one_seed_and_without_episodes() -> None:
+    assert seeds_interval([0.2], [100])[1:] == pytest.approx(wilson(20, 100))
+    assert seeds_interval([0.0], [0])[1:] == (0.0, 1.0)
+    with pytest.raises(ValueError, match="as many numbers"):
+        seeds_interval([0.5, 0.5], [100])
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.just(50)), min_size=1, max_size=6))
+def test_a_mean_over_seeds_is_never_surer_than_its_episodes(found: list[tuple[int, int]]) -> None:
+    solved, episodes = zip(*found, strict=True)
+    mean, low, high = seeds_interval([count / 50 for count in solved], episodes)
+    least, most = wilson(sum(solved), sum(episodes))
+    assert 0 <= low <= min(mean, least) + 1e-9 and max(mean, most) - 1e-9 <= high <= 1

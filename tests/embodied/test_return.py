@@ -102,7 +102,7 @@ def test_results_and_pages_say_return_and_nothing_of_success(trained: tuple[dict
 
 def test_the_live_lines_show_no_success(trained: tuple[dict[str, Any], Path], printed: io.StringIO) -> None:
     text = printed.getvalue()
-    assert "iter 2/20  env steps 1,024" in text and "return " in text and "evaluated: return " in text
+    assert "iter 1/20  env steps 512" in text and "return " in text and "evaluated: return " in text
     assert "success" not in text.replace("the tasks have no success", "")
 
 

@@ -56,8 +56,8 @@ def test_a_task_bound_by_the_gpu_and_one_bound_by_cores_are_placed_differently()
     assert beside["physics-1"] == beside["render-1"] == {"physics-1", "render-1", "policy-1"}
     assert beside["physics"] == {"physics"}
     light, libero = (next(line for line in best.why if line.startswith(f"Task {i}")) for i in (0, 1))
-    assert re.search("bottleneck is .*node0:accelerators:0, busy", light), light
-    assert re.search("bottleneck is .*node0:cores:.*, busy", libero), libero
+    assert re.search("bottleneck is .*accelerator 0 of node0, busy", light), light
+    assert re.search("bottleneck is .*core.* of node0, busy", libero), libero
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_what_is_chosen_for_one_of_each_is_near_the_best_there_is() -> None:
     assert least * (1 - 1e-9) <= chosen <= least * NEAR
 
 
-EACH_SIZE = [(LARGE, "policy on node0:accelerators:0"), (SMALL_POLICY, "node0:cores")]
+EACH_SIZE = [(LARGE, "policy on accelerator 0 of node0"), (SMALL_POLICY, "core")]
 
 
 @pytest.mark.slow

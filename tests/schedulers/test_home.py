@@ -29,6 +29,7 @@ from schedulers import (
     validate,
 )
 from schedulers.cluster import only_head
+from schedulers.plan import ranges_text
 from tests.schedulers.baselines import SMALL, Exhaustive
 from tests.schedulers.instances import measured, random_home, seconds, some
 
@@ -119,10 +120,10 @@ def test_physics_leaves_where_that_pays_and_stays_where_messages_take_too_long(d
     profile = profile_of(workflow)
     near, slow = (plan(workflow, profile, pair(link_s)) for link_s in (0.001, 0.2))
     assert outside(near, workflow, pair()) == {"physics"}
-    assert any("On here alone an iteration would take" in sentence for sentence in near.why)
+    assert any("On this machine alone an iteration would take" in sentence for sentence in near.why)
     assert outside(slow, workflow, pair()) == set()
     (why,) = [sentence for sentence in slow.why if sentence.startswith("Nothing is on far.")]
-    assert "Only physics may leave here, and " in why
+    assert "Only physics may leave this machine, and " in why
     words = "the best plan in which it does would take", "no plan is faster for it: a message to another node takes 200"
     assert words[draws] in why
     assert seconds(slow) == pytest.approx(seconds(plan(workflow, profile, only_head(pair()), explain=False)))
@@ -135,7 +136,7 @@ def test_where_nothing_is_movable_only_the_head_node_is_used() -> None:
     rooted = replace(workflow, components=tuple(replace(c, movable=False) for c in workflow.components))
     chosen = plan(rooted, profile_of(rooted), pair())
     assert seconds(chosen) == pytest.approx(seconds(plan(rooted, profile_of(rooted), only_head(pair()))))
-    assert "Nothing is on far: no component may leave here." in chosen.why
+    assert "Nothing is on far: no component may leave this machine." in chosen.why
 
 
 def test_groups_hide_messages_behind_the_policy() -> None:
@@ -248,4 +249,10 @@ def test_a_home_that_is_no_node_or_lacks_a_pool_is_refused() -> None:
     all_gpu = {name: replace(c, pool="accelerators") for name, c in profile.components.items() if name != "physics"}
     chosen = plan(workflow, replace(profile, components={**profile.components, **all_gpu}), there)
     assert outside(chosen, workflow, there) == {"physics"}
-    assert "On here alone there is no such plan." in chosen.why
+    assert "On this machine alone there is no such plan." in chosen.why
+
+
+def test_devices_are_named_in_words_for_people() -> None:
+    here, far = DeviceRange("here", "cores", 0, 1), [DeviceRange(f"far{i}", "accelerators", 0, 8) for i in range(3)]
+    assert ranges_text([here]) == "core 0 of this machine"
+    assert ranges_text([here, *far]) == "core 0 of this machine, accelerators 0-7 of far0..far2 (3 nodes)"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import schedulers
 from schedulers import (
     MODES,
     Cluster,
@@ -25,6 +26,7 @@ from schedulers import (
     validate,
 )
 from schedulers.cost.problem import Problem
+from schedulers.cost.simulation import expected_seconds
 from schedulers.search.allocation import MemoryLimits, least_sums, options_of
 from schedulers.search.phases import PhaseSolver
 from tests.schedulers.baselines import (
@@ -255,6 +257,29 @@ def test_why_says_what_the_others_cost_and_what_would_help() -> None:
     text = " ".join(chosen.why)
     for words in ("best collocated plan would take", "best disaggregated plan would take", "ne more core", "certified"):
         assert words in text, words
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.4, True), (0.01, False), (None, False)])
+def test_why_says_that_the_machine_was_busy_when_it_was_measured(share: float | None, said: bool) -> None:
+    profile = replace(ppo_profile(), other_programs=share)
+    why = plan(ppo(), profile, TWO_CORES).why
+    sentence = "Other programs used 40% of the cores' time when this was profiled: alone it is shorter."
+    assert (sentence in why) is said and any("Other programs" in text for text in why) is said
+    assert schedulers.from_data(Profile, schedulers.to_data(profile)) == profile
+
+
+def test_a_plan_that_is_shorter_only_by_its_mean_times_is_compared_in_numbers() -> None:
+    known = ppo_profile()
+    uneven = {
+        name: replace(component, variation=0.6 if name in ("physics", "render", "policy") else 0.0)
+        for name, component in known.components.items()
+    }
+    profile = replace(known, components=uneven)
+    chosen, hybrid = (plan(ppo(), profile, TWO_CORES, mode=mode) for mode in (None, "hybrid"))
+    theirs, own = (expected_seconds(one, ppo(), profile, TWO_CORES) for one in (hybrid, chosen))
+    assert chosen.mode == "collocated" and seconds(hybrid) < seconds(chosen) and theirs > own
+    (sentence,) = [sentence for sentence in chosen.why if "hybrid" in sentence]
+    assert f"and {theirs / own:.2f} times as long (899 ms against 837 ms) as calls vary." in sentence
 
 
 def test_one_step_ahead_a_learner_that_nothing_follows_works_beside_the_loop() -> None:

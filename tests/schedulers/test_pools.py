@@ -107,8 +107,8 @@ def test_a_task_that_the_gpu_binds_and_one_that_cores_bind_are_drawn_on_differen
     assert "With render on accelerators the best plan found would take" in text, text
     assert "With render-1 on cores the best plan found would take" in text, text
     light, heavy = (next(line for line in found.why if line.startswith(f"Task {i}")) for i in range(2))
-    assert "its bottleneck is policy on here:accelerators:0" in light, light
-    assert "of it here:cores:0-15)" in heavy, heavy
+    assert "its bottleneck is policy on accelerator 0 of this machine" in light, light
+    assert "of it cores 0-15 of this machine)" in heavy, heavy
 
 
 def _single(profile: Profile) -> Iterator[Profile]:

@@ -40,12 +40,21 @@ def sentences(plan: Plan) -> list[str]:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("random:1", "1 of 5 cores is unused in phase 1 (node0:cores:4): no larger number fits c0, c1 (workers of c0"),
-        ("random:1", "2 of 2 accelerators are unused (node0:accelerators:0-1): nothing of the plan computes on"),
-        ("random:14", "1 of 3 cores is unused (node0:cores:2): the best plan found that uses more of them is disaggre"),
-        ("memory:0", "1 of 5 cores is unused (node0:cores:4): with 1 more for c2 an iteration would take 0.3% longer"),
-        ("home:2", "1 of 2 cores is unused (node1:cores:0): c0, c1, c2, c3 may not leave node0."),
-        ("uneven:8", "2 of 3 cores are unused in phases 2 and 3 (node1:cores:0-1): c2, c3 may not leave node0."),
+        (
+            "random:1",
+            "1 of 5 cores is unused in phase 1 (core 4 of node0): no larger number fits c0, c1 (workers of",
+        ),
+        ("random:1", "2 of 2 accelerators are unused (accelerators 0-1 of node0): nothing of the plan computes on"),
+        (
+            "random:14",
+            "1 of 3 cores is unused (core 2 of node0): the best plan found that uses more of them is disagg",
+        ),
+        (
+            "memory:0",
+            "1 of 5 cores is unused (core 4 of node0): with 1 more for c2 an iteration would take 0.3% long",
+        ),
+        ("home:2", "1 of 2 cores is unused (core 0 of node1): c0, c1, c2, c3 may not leave node0."),
+        ("uneven:8", "2 of 3 cores are unused in phases 2 and 3 (cores 0-1 of node1): c2, c3 may not leave node0."),
     ],
 )
 def test_what_a_recorded_plan_leaves_unused_is_said(key: str, said: str) -> None:
@@ -83,7 +92,7 @@ def test_workers_that_need_one_group_are_priced_in_one_group() -> None:
     """Eight physics workers share a group of eight environments; sixteen one group of all."""
     best = schedulers.plan(FLOW, profile(1.0, 0.5, 0.5), Cluster((Node("here", 16, 1),)))
     (text,) = sentences(best)
-    assert text.startswith("8 of 16 cores are unused (here:cores:8-15): with 8 more for physics and one group of env")
+    assert text.startswith("8 of 16 cores are unused (cores 8-15 of this machine): with 8 more for physics and one gr")
     assert text.endswith(": the components of one group wait for each other.") and "longer (" in text
     more = replace(best, groups=(1,), prediction=None)
     assert best.prediction is not None and best.groups == (2,)

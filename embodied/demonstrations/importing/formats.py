@@ -73,6 +73,8 @@ class ImportRequest:
     """Checkpoint that a training began from, whose shards are converted: a Hugging Face directory, or its name there;
     None: the folder `huggingface` beside the shards."""
     runtime: RuntimeConfig = RuntimeConfig()
+    quiet: bool = False
+    """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
 

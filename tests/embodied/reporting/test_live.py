@@ -14,7 +14,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from embodied.reporting.live import ROWS, Progress, duration, steps
+from embodied import cli
+from embodied.commands.arguments import EvalArguments
+from embodied.reporting.live import ROWS, Progress, duration, quiet, steps
 from embodied.run.trace import COMPONENTS
 from tests.embodied.reporting.synthetic import metrics_row
 
@@ -41,19 +43,70 @@ def last_picture(console: Console) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
-def test_without_a_terminal_each_iteration_is_one_line() -> None:
+def lines_of(console: Console) -> list[str]:
+    """The lines, each of which begins with the time of day, without it."""
+    lines = output_of(console).splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d  ", line) for line in lines), lines
+    return [line[10:] for line in lines]
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def iterations_shown(total: int, each_s: float, ended: int | None = None) -> list[int]:
+    """The iterations of which a log has a line, each `each_s` long; `ended` of `total`."""
+    console, clock = a_console(terminal=False), Clock()
+    with Progress("reach", total, 0.9, console=console, clock=clock) as progress:
+        for iteration in range(1, (ended or total) + 1):
+            clock.now_s += each_s
+            progress.row({"iteration": iteration, "env_steps": 512 * iteration})
+    return [int(line.split("/")[0].removeprefix("iter ")) for line in lines_of(console)[1:]]
+
+
+def test_without_a_terminal_a_line_has_every_number_and_the_time_of_day() -> None:
     console = a_console(terminal=False, width=80)
     with Progress("reach", 40, 0.9, console=console) as progress:
         for iteration in range(1, 6):
             progress.row(row(iteration))
         progress.note("checkpoint [000005] saved")
-    lines = output_of(console).splitlines()
-    assert len(lines) == 7 and "\x1b" not in output_of(console)
+    lines = lines_of(console)
+    assert "\x1b" not in output_of(console)
     assert "40 iterations" in lines[0] and "90%" in lines[0]
-    assert lines[5].startswith("iter 5/40  env steps 20,480")
-    for name in ("steps/s", "success", "return", *COMPONENTS):
-        assert f"{name} " in lines[5]
-    assert lines[6] == "checkpoint [000005] saved"
+    assert lines[1].startswith("iter 1/40  env steps 4,096") and lines[2] == "checkpoint [000005] saved"
+    assert lines[3].startswith("iter 5/40  env steps 20,480"), "the last iteration, however the run ends"
+    for name in ("steps/s", "success", "return", *COMPONENTS, "left"):
+        assert f"{name} " in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("total", "each_s", "ended", "shown"),
+    [
+        (30, 0.5, None, [1, 30]),  # over in seconds: its first and its last
+        (30, 10.0, None, [*range(1, 29, 3), 30]),  # at the tenths, half a minute apart
+        (30, 40.0, 8, [1, 3, 6, 8]),  # it reached its target before its last
+        (1000, 120.0, 21, [1, 6, 11, 16, 21]),  # a tenth takes hours: every ten minutes
+    ],
+)
+def test_a_log_has_few_lines(total: int, each_s: float, ended: int | None, shown: list[int]) -> None:
+    assert iterations_shown(total, each_s, ended) == shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_quiet_shows_no_progress_and_keeps_what_is_told(terminal: bool) -> None:
+    console = a_console(terminal=terminal)
+    with quiet(), Progress("reach", 40, 0.9, console=console) as progress:
+        progress.row(row(1))
+        with steps("Evaluating", 2, console=console) as bar:
+            bar.advance()
+        progress.note("physics 0 was lost and is replaced")
+    assert output_of(console).endswith("physics 0 was lost and is replaced\n") and output_of(console).count("\n") == 1
 
 
 def test_in_a_terminal_the_last_rows_stand_in_a_table() -> None:
@@ -130,23 +183,40 @@ def test_steps_in_a_terminal_count_and_tell_the_time_left() -> None:
     assert "Loading scenes" in picture and "3/4" in picture and "left" in picture and "scene [2]" in picture
 
 
-def test_steps_without_a_terminal_speak_at_each_tenth() -> None:
+@pytest.mark.parametrize("given", [True, False])
+def test_the_option_quiet_is_what_makes_a_command_quiet(given: bool) -> None:
     console = a_console(terminal=False)
-    with steps("Evaluating", 200, console=console) as bar:
+    with cli._shown(EvalArguments("a run", quiet=given)), steps("Evaluating", 2, console=console) as bar:
+        bar.advance(2)
+    assert ("Evaluating" in output_of(console)) is not given
+
+
+@pytest.mark.parametrize(("each_s", "shown"), [(0.01, []), (4.0, list(range(20, 200, 20)))])
+def test_steps_without_a_terminal_speak_at_their_ends_and_at_tenths_that_take_long(
+    each_s: float, shown: list[int]
+) -> None:
+    console, clock = a_console(terminal=False), Clock()
+    with steps("Evaluating", 200, console=console, clock=clock) as bar:
         for _ in range(200):
+            clock.now_s += each_s
             bar.advance()
-    lines = output_of(console).splitlines()
-    tenths = [f"Evaluating: {n}/200" for n in range(20, 200, 20)]
-    assert [line.split(",")[0] for line in lines[1:-1]] == tenths
-    assert all("left" in line for line in lines[1:-1])
-    assert lines[-1].startswith("Evaluating: 200 done in ")
+    first, *lines, last = lines_of(console)
+    assert [line.split(",")[0] for line in lines] == [f"Evaluating: {n}/200" for n in shown]
+    assert all("left" in line for line in lines)
+    assert first == "Evaluating …" and last.startswith("Evaluating: 200 done in ")
 
 
-def test_steps_of_unknown_number_say_how_many_there_were() -> None:
+def test_steps_of_unknown_number_say_how_many_there_were_and_nothing_where_none_is_counted() -> None:
     console = a_console(terminal=False)
     with steps("Searching", None, console=console) as bar:
         bar.advance(3)
-    assert "Searching: 3 done" in output_of(console)
+    with steps("Starting Ray", None, console=console):
+        pass
+    assert "Searching: 3 done" in output_of(console) and "Starting Ray: done in 0 s" in output_of(console)
+    animated = a_console(terminal=True)
+    with steps("Starting Ray", None, console=animated):
+        pass
+    assert "Starting Ray" in last_picture(animated) and "0/?" not in last_picture(animated)
 
 
 def test_steps_may_run_while_the_table_stands() -> None:

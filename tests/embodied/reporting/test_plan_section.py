@@ -60,6 +60,14 @@ def test_reasons_and_what_was_measured_beside_what_was_predicted(tmp_path: Path)
     assert section in write_report(folder).read_text()
 
 
+@pytest.mark.parametrize(("shares", "busy"), [((0.4, 0.5), True), ((0.01, 0.02), False), ((), False)])
+def test_a_measurement_on_a_busy_machine_says_so(shares: tuple[float, ...], busy: bool, tmp_path: Path) -> None:
+    rows = [{"time/iteration_s": 10.0, "time/other_programs": share} for share in shares] or took(10.0)
+    text = text_of(run_folder(tmp_path / "run", *rows, plan=PLAN))
+    said = "-80%. Other programs used 45% of the cores' time meanwhile: what was measured is longer than alone."
+    assert (said in text) is busy and "-80%." in text and ("Other programs" in text) is busy
+
+
 @pytest.mark.parametrize("damage", ['{"mode": "hyb', "[1, 2]", "", "\x00\x01"])
 def test_a_plan_that_cannot_be_read_costs_only_its_own_paragraph(damage: str, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", *took(2.0), plan=damage)

@@ -280,6 +280,20 @@ def test_several_evaluations_are_rows_of_one_table(run_dir: Path, tmp_path: Path
     assert page.says("50%") and page.says("43.1% to 56.9%, 200 episodes")
 
 
+@pytest.mark.parametrize(
+    ("trained", "known", "css"), [(0, True, "note"), (7, True, "notice"), (0, False, "notice")], ids=str
+)
+def test_only_what_is_to_be_minded_stands_in_a_box_of_warning(
+    trained: int, known: bool, css: str, run_dir: Path, tmp_path: Path
+) -> None:
+    run = without(run_dir, tmp_path, "metrics.jsonl", "trace.json")
+    starts = {"trained": trained, "evaluated": 100, "known": known}
+    notes = ["what is said of the starts", "the statistics are of another suite"]
+    (run / "eval.json").write_text(json.dumps({**EVALUATION, "trained_on": starts, "notes": notes}))
+    html = write_report(run).read_text()
+    assert f'<p class="{css}">{notes[0]}.</p>' in html and f'<p class="notice">{notes[1]}.</p>' in html
+
+
 def other_file(path: Path) -> None:
     path.mkdir()
     (path / "notes.txt").write_text("nothing")

@@ -13,6 +13,7 @@ from scipy.stats import t as student
 from embodied.config.files import parse_config, save_config
 from embodied.reporting.run_record import ReportError, read_run
 from embodied.reporting.runs_page import alike, write_runs_page
+from embodied.statistics import wilson
 from tests.embodied.reporting.test_report import Page
 
 STEPS = 1000
@@ -57,11 +58,34 @@ def test_the_table_says_what_the_runs_did(folders: list[Path], tmp_path: Path) -
     assert first["success_rate"] == pytest.approx(0.95) and first["success_low"] == pytest.approx(0.95 - half)
     assert first["success_high"] == 1.0
     assert first["time_to_target_s"] == [30.0, 40.0] and second["time_to_target_s"] == [None]
-    assert second["success_low"] == second["success_rate"] == second["success_high"] == 0.2
+    low, high = wilson(20, 100)  # of one seed only its episodes say how sure its success is
+    assert (second["success_low"], second["success_high"]) == pytest.approx((low, high))
     page = Page((tmp_path / "page.html").read_text())
     assert page.says("95%") and page.says("90%, 100%") and page.says("not reached") and page.says("35 s")
     assert page.says("optim.policy_lr") and not page.says("optim.value_lr")
     assert not page.sources, "the page asks for other files"
+
+
+def test_seeds_that_end_alike_are_not_shown_as_certain(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run{seed}", seed, 1e-4, [0.3, 1.0], 1.0) for seed in (1, 2, 3)]
+    (group,) = write_runs_page(runs, tmp_path / "page.html")["groups"]
+    low, _ = wilson(300, 300)
+    assert group["success_rate"] == group["success_high"] == 1.0 and group["success_low"] == pytest.approx(low)
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.says("100% 98.7% to 100%") and not page.says("100% to 100%")
+    assert page.says("Student's t over seeds, but for success never narrower than Wilson's of all their episodes")
+    assert (tmp_path / "page.html").read_text().count("fill-opacity: 0.18") == 3, "the curves' bands have a width too"
+
+
+def test_equal_returns_have_no_interval(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run{seed}", seed, 1e-4, [0.3, 1.0]) for seed in (1, 2)]
+    for run in runs:
+        rows = [{"iteration": 1, "env_steps": 10, "wall_s": 1.0, "env/return": 500.0}]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "eval.json").write_text(json.dumps({"task": "t", "episodes": 100, "return": 500.0, "protocol": {}}))
+    (group,) = write_runs_page(runs, tmp_path / "page.html")["groups"]
+    assert group["return"] == 500.0 and group["return_low"] is None
+    assert not Page((tmp_path / "page.html").read_text()).says("500 to 500")
 
 
 def test_a_curve_is_the_mean_as_far_as_all_its_runs_went(folders: list[Path], tmp_path: Path) -> None:
@@ -114,18 +138,26 @@ def test_equal_curves_are_told_apart_and_named(folders: list[Path], tmp_path: Pa
     html = (tmp_path / "page.html").read_text()
     assert html.count("high1 and twin are equal.") == 3, "in each of the charts"
     assert html.count("stroke-dasharray: 6,4") == 3
-    assert re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1|twin)</text>", html).count("twin") == 3, "at the ends"
+    assert re.findall(r"<text[^>]*>(low1|low2|policy_lr 0.0001|high1|twin)</text>", html).count("twin") == 3, (
+        "at the ends"
+    )
 
 
 def test_each_run_is_named_where_its_curve_ends_and_under_the_pointer(folders: list[Path], tmp_path: Path) -> None:
     write_runs_page(folders, tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
-    ends = re.findall(r"<text[^>]*>(low1|low2|mean of 2|high1)</text>", html[: html.index("</figure>")])
-    assert sorted(ends) == ["high1", "low1", "low2", "mean of 2"]
+    ends = re.findall(r"<text[^>]*>(low1|low2|policy_lr 0.0001|high1)</text>", html[: html.index("</figure>")])
+    assert sorted(ends) == ["high1", "low1", "low2", "policy_lr 0.0001"]
     by_head = {head: texts for _, head, *texts in Page(html).points[0]}
     assert by_head["2,000 env steps, iteration 2"][:2] == ["low1 50%", "low2 70%"], (
         "the values of metrics.jsonl themselves"
     )
+
+
+def test_many_equal_curves_are_counted(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run{seed}", 0, seed * 1e-4, [0.5, 1.0]) for seed in range(1, 8)]
+    write_runs_page(runs, tmp_path / "page.html")
+    assert Page((tmp_path / "page.html").read_text()).says("run1, run2, run3, run4 and 3 more are equal.")
 
 
 def test_a_chart_without_values_says_why(folders: list[Path], tmp_path: Path) -> None:
