@@ -42,7 +42,7 @@ Reference = Callable[..., dict[str, np.ndarray]]
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """`(suite, argument ...)`: what `libero_suites.py` writes, run with the suite's own packages."""
     if ctypes.util.find_library("MagickWand-6.Q16") is None and os.environ.get("SYSTEM_PACKAGES") == "no":
-        pytest.skip("LIBERO-Plus' own code needs Debian's libmagickwand-6.q16-6: `sh setup/test_programs.sh` installs it")
+        pytest.skip("LIBERO-Plus imports Debian's libmagickwand-6.q16-6: `sh setup/test_programs.sh` installs it")
     libraries = tmp_path_factory.mktemp("libraries")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--require-hashes", "--target", str(libraries), "-r", str(LIBRARIES)], check=True)
