@@ -23,6 +23,7 @@ WITH_WORKERS = ("--plan.", "EMBODIED_FAULTS")
 SMALL = "--env.num-envs 4 --farm.groups 2"
 SHORTER = {
     ("docs/demonstrations.md", "embodied record"): "--episodes 12",
+    ("docs/generalisation.md", "embodied eval"): "--eval.episodes 1",
     ("docs/learning.md", "embodied train openvla_small"): SMALL,
     ("docs/learning.md", "embodied train openvla_oft_two_cubes"): SMALL,
     ("docs/learning.md", "embodied record two_cubes"): "--episodes 1",
@@ -30,13 +31,22 @@ SHORTER = {
     ("docs/operating.md", "EMBODIED_FAULTS"): "--iterations 6",
     ("docs/pi0.md", "embodied record two_cubes"): "--episodes 1",
     ("docs/pi0.md", "embodied record libero"): "--episodes 1",
+    ("docs/pi0.md", "embodied train pi0_small"): SMALL,
+    ("docs/pi0.md", "embodied train pi0_two_cubes"): SMALL,
+    (
+        "docs/pi0.md",
+        "embodied train pi0_goal",
+    ): "--env.num-envs 8 --rollout.episodes-per-env 1 --env.max-episode-steps 8",
     ("docs/planning.md", "embodied profile"): "--env.num-envs 4 --rollout.decisions 8",
     ("docs/planning.md", "embodied compare"): "--env.num-envs 4 --rollout.decisions 8",
+    ("docs/planning.md", "embodied plan"): "--env.num-envs 4 --rollout.decisions 8",
     ("docs/planning.md", "embodied train"): "--env.num-envs 4 --rollout.decisions 8",
+    ("docs/reasoning.md", "embodied train"): "--env.num-envs 16",
     ("docs/scripted-policies.md", "embodied eval"): "--eval.episodes 1",
     ("docs/size-your-farm.md", "embodied train"): "--env.num-envs 2 --farm.groups 1 --rollout.decisions 4",
     ("docs/start.md", "embodied train pushcube_rgb"): "--env.num-envs 4 --rollout.decisions 4",
     ("docs/workflows.md", "embodied record"): "--episodes 40",
+    ("docs/workflows.md", "embodied train reach --name expert"): "--iterations 12",
 }
 """Further options of single commands. The last of equal options counts."""
 PREPARED = {
@@ -56,10 +66,10 @@ FILES = {
 }
 """Files of the project that a page's commands name as the reader's own."""
 NAMES: dict[str, tuple[tuple[str, str], ...]] = {
-    "docs/adding-a-policy.md": (("my_package.my_policy:MyPolicy", "own_policy:Linear"),),
+    "docs/adding-a-policy.md": (("my_package.my_policy:MyPolicy", "own_policy:Linear"), ('"chunk": 4', '"chunk": 1')),
     "docs/adding-a-simulator.md": (("my_package.my_sim:BACKEND/task-a", "own_simulator:BACKEND/reach"),),
     "docs/cluster.md": (("CONFIG", "reach"),),
-    "docs/demonstrations.md": (("CONFIG_OR_RUN", "tabletop_scripted"), ("CONFIG", "reach")),
+    "docs/demonstrations.md": (("CONFIG_OR_RUN", "tabletop_scripted --env.task tabletop/reach"), ("CONFIG", "reach")),
     "docs/evaluating.md": (
         ("CONFIG --policy.path FOLDER", "openvla_small --policy.path assets/openvla_small"),
         ("CONFIG", "tabletop_scripted"),
@@ -70,7 +80,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/generalisation.md": (("CONFIG", "openvla_tiny"), ("OTHER_RUN", "second"), ("RUN", "first")),
     "docs/lora.md": (("checkpoints/000022", "checkpoints/000001"),),
     "docs/openvla.md": (("DEMONSTRATIONS", "demos/red"), ("further", "openvla_tiny")),
-    "docs/other-libraries.md": (("100_000", "16 * 64"),),
+    "docs/other-libraries.md": (("100_000", "128"), ('PPO("MlpPolicy", ', 'PPO("MlpPolicy", n_steps=8, env=')),
     "docs/planning.md": (("CONFIG", "reach"),),
     "docs/reasoning.md": (("CONFIG", "countdown_grpo"),),
     "docs/scripted-policies.md": (

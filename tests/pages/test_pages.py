@@ -196,7 +196,8 @@ def shortened(page: str, text: str, as_named: str) -> str:
 
 
 def shape(line: str) -> str:
-    """A line without its numbers and times, and with single blanks and dashes."""
+    """A line without its numbers, times and digests, and with single blanks and dashes."""
+    line = re.sub(r"\b[0-9a-f]{12,64}\b", "0", line)
     line = re.sub(r"-?\d[\d,.:]*", "0", line)
     return re.sub(r"-+", "-", re.sub(r"\s+", " ", line)).strip().removesuffix("...").strip()
 
