@@ -21,6 +21,7 @@ INLINE = ("train", "sft", "eval", "record")
 WITH_WORKERS = ("--plan.", "EMBODIED_FAULTS")
 """Words of commands that need worker processes."""
 SMALL = "--env.num-envs 4 --farm.groups 2"
+ONE_GROUP = "--env.num-envs 8 --rollout.episodes-per-env 1 --env.max-episode-steps 8"
 SHORTER = {
     ("docs/demonstrations.md", "embodied record"): "--episodes 12",
     ("docs/generalisation.md", "embodied eval"): "--eval.episodes 1",
@@ -33,10 +34,7 @@ SHORTER = {
     ("docs/pi0.md", "embodied record libero"): "--episodes 1",
     ("docs/pi0.md", "embodied train pi0_small"): SMALL,
     ("docs/pi0.md", "embodied train pi0_two_cubes"): SMALL,
-    (
-        "docs/pi0.md",
-        "embodied train pi0_goal",
-    ): "--env.num-envs 8 --rollout.episodes-per-env 1 --env.max-episode-steps 8",
+    ("docs/pi0.md", "embodied train pi0_goal"): ONE_GROUP,
     ("docs/planning.md", "embodied profile"): "--env.num-envs 4 --rollout.decisions 8",
     ("docs/planning.md", "embodied compare"): "--env.num-envs 4 --rollout.decisions 8",
     ("docs/planning.md", "embodied plan"): "--env.num-envs 4 --rollout.decisions 8",
@@ -44,7 +42,10 @@ SHORTER = {
     ("docs/reasoning.md", "embodied train"): "--env.num-envs 16",
     ("docs/scripted-policies.md", "embodied eval"): "--eval.episodes 1",
     ("docs/size-your-farm.md", "embodied train"): "--env.num-envs 2 --farm.groups 1 --rollout.decisions 4",
-    ("docs/start.md", "embodied train pushcube_rgb"): "--env.num-envs 4 --rollout.decisions 4",
+    (
+        "docs/start.md",
+        "embodied train pushcube_rgb",
+    ): "--env.num-envs 4 --rollout.decisions 4 --env.max-episode-steps 8",
     ("docs/workflows.md", "embodied record"): "--episodes 40",
     ("docs/workflows.md", "embodied train reach --name expert"): "--iterations 12",
 }
