@@ -42,10 +42,7 @@ SHORTER = {
     ("docs/reasoning.md", "embodied train"): "--env.num-envs 16",
     ("docs/scripted-policies.md", "embodied eval"): "--eval.episodes 1",
     ("docs/size-your-farm.md", "embodied train"): "--env.num-envs 2 --farm.groups 1 --rollout.decisions 4",
-    (
-        "docs/start.md",
-        "embodied train pushcube_rgb",
-    ): "--env.num-envs 4 --rollout.decisions 4 --env.max-episode-steps 8",
+    ("docs/start.md", "embodied train pushcube_rgb"): "--rollout.decisions 4 --env.max-episode-steps 8",
     ("docs/workflows.md", "embodied record"): "--episodes 40",
     ("docs/workflows.md", "embodied train reach --name expert"): "--iterations 12",
 }
