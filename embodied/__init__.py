@@ -4,6 +4,8 @@ import embodied
 result = embodied.train("pushcube", {"seed": 3})
 print(result.evaluation.success_rate)
 policy = embodied.load_policy(result.run)
+
+A mistake raises `embodied.errors.UserError`, whichever package has found it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied.errors import one_kind_of_mistake
 from embodied_command import hidden
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ def _check_siblings() -> None:
 _check_siblings()
 
 
+@one_kind_of_mistake()
 def load_config(reference: str, code: Collection[str] = ()) -> Config:
     """The configuration of that name in `configs/`, or in the YAML file of that path.
 
@@ -47,6 +51,7 @@ def load_config(reference: str, code: Collection[str] = ()) -> Config:
     return files.load_config(reference, code)
 
 
+@one_kind_of_mistake()
 def train(
     config: Config | str,
     settings: Mapping[str, Any] | None = None,
@@ -59,7 +64,7 @@ def train(
 
     `config` is a configuration, or the name of one; `settings` are other values of its settings by their keys
     (`{"optim.policy_lr": 1e-4}`). `callbacks` see each iteration's metrics, and may log, save and stop. With `resume`
-    the run of this name goes on from its newest checkpoint. Raises `embodied.errors.UserError` for a mistake.
+    the run of this name goes on from its newest checkpoint.
     """
     from embodied.commands.train import train_run
     from embodied.config.files import with_settings
@@ -72,6 +77,7 @@ def train(
     return TrainingResult.of(result)
 
 
+@one_kind_of_mistake()
 def evaluate(
     run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = (), **settings: Any
 ) -> EvaluationResult:
@@ -88,6 +94,7 @@ def evaluate(
     return EvaluationResult.of(evaluate_run(str(run), config, folder, Path(".")))
 
 
+@one_kind_of_mistake()
 def record(
     run: str | Path,
     out: str | Path,
@@ -108,6 +115,7 @@ def record(
     return RecordingResult.of(record_run(str(run), config, folder, Path(out), episodes, only_successes, Path(".")))
 
 
+@one_kind_of_mistake()
 def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Write the page of a run, or one of several runs beside each other (into `out`), and return its path."""
     from embodied.commands.report import report_runs
@@ -115,6 +123,7 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     return Path(report_runs([str(run) for run in runs], Path("."), None if out is None else Path(out))["report"])
 
 
+@one_kind_of_mistake()
 def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = ()) -> LoadedPolicy:
     """The policy that a run ends with (or of another checkpoint); its `act` takes observations as NumPy arrays.
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from embodied.errors import UserError, nearest
+from embodied.errors import UserError, nearest, one_kind_of_mistake
 
 if TYPE_CHECKING:
     from embodied.config.schema import Config
@@ -92,14 +92,12 @@ def _run(verb: str, arguments: list[str]) -> int:
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
         return _module(verb, name).main(arguments)
     args = _parse(verb, _arguments(verb, name), arguments[0] if given else "", arguments)
-    try:
+    with one_kind_of_mistake():
         # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
         if hasattr(args, "check"):
             args.check()
         with _shown(args):
             result = _module(verb, name).run(args)
-    except _mistakes() as error:
-        raise UserError(str(error)) from error
     if args.json is not None:
         from embodied.files import write_json
 
@@ -114,12 +112,6 @@ def _shown(args: Any) -> AbstractContextManager[None]:
     from embodied.reporting.live import quiet
 
     return quiet()
-
-
-def _mistakes() -> tuple[type[Exception], ...]:
-    """The other packages' errors that the user can mend, of those packages that are imported: no other can raise."""
-    homes = {"policies.errors": "PolicyError", "schedulers.errors": "PlanError", "sim_farm.contract": "FarmError"}
-    return tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)
 
 
 def _arguments(verb: str, name: str) -> Any:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import difflib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 class UserError(Exception):
     """A mistake that the user can mend: shown as one message, exit status 2."""
+
+
+@contextmanager
+def one_kind_of_mistake() -> Iterator[None]:
+    """Raise the mistakes that the other packages find (`FarmError`, `PolicyError`, `PlanError`), which do not know this
+    one, as `UserError` with the same message; the first is its `__cause__`."""
+    homes = {"policies.errors": "PolicyError", "schedulers.errors": "PlanError", "sim_farm.contract": "FarmError"}
+    try:
+        yield
+    except Exception as error:
+        # Of those packages that are imported: no other can have raised it.
+        kinds = tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)
+        if isinstance(error, kinds):
+            raise UserError(str(error)) from error
+        raise
 
 
 class CheckpointError(UserError):

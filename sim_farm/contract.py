@@ -155,7 +155,7 @@ class Physics(Protocol):
     info: TaskInfo
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        """Begin the episode. Its result equals, bit for bit, that of a new instance."""
+        """Begin the episode. Its result equals, bit for bit, that of a new instance on the same machine."""
         ...
 
     def step(self, actions: Float32) -> PhysicsResult:
@@ -232,9 +232,10 @@ class Renderer(Protocol):
     ) -> Mapping[str, UInt8]:
         """Frames of N scenes: for each camera uint8 [N, H, W, 3], RGB, row 0 at the top.
 
-        Equal to the last bit to what the simulator's own environment shows for the same episode and actions. Where
-        `out` is given, it is arrays of these shapes, of any strides: the frames are drawn into them and `out` is
-        returned. A renderer that cannot do that returns arrays of its own, which the caller copies.
+        Equal to the last bit to what the simulator's own environment shows for the same episode and actions on the same
+        machine: other processors have kernels that round differently. Where `out` is given, it is arrays of these
+        shapes, of any strides: the frames are drawn into them and `out` is returned. A renderer that cannot do that
+        returns arrays of its own, which the caller copies.
         """
         ...
 
@@ -305,11 +306,12 @@ class Backend:
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
     """Device of this process's renderers: its name, and its UUID or PCI address if it has one."""
     exact_replay: bool = True
-    """Equal episodes and actions give equal results, to the last bit, in any process. False: a physics worker that is
-    lost costs its episodes, a resumed run begins new ones, and nothing is filmed or recorded, which is to replay."""
+    """Equal episodes and actions give equal results, to the last bit, in any process of one machine. False: a physics
+    worker that is lost costs its episodes, a resumed run begins new ones, and nothing is filmed or recorded, which is
+    to replay."""
     exact_split: bool = True
-    """A scene gives the same picture, to the last bit, in any process. False: the processes that step also draw, and
-    there are no render workers."""
+    """A scene gives the same picture, to the last bit, in any process of one machine. False: the processes that step
+    also draw, and there are no render workers."""
     reads_tokens: bool = False
     """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
     axes: Mapping[str, float] = field(default_factory=dict)

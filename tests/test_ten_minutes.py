@@ -1,10 +1,12 @@
-"""docs/ten-minutes.md and examples/first_hour.ipynb run as they are written, block after block, in an empty folder."""
+"""docs/ten-minutes.md and examples/first_hour.ipynb run as they are written, block after block, in an empty folder.
+
+At full size, since what is trained is to have learned. `tests/pages` runs the page from the wheel, shortened.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +16,10 @@ import nbformat
 import pytest
 
 from embodied.cli import main
+from tests.pages.blocks import ROOT, Block, blocks_of
 
-ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "ten-minutes.md").read_text()
-SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-FILE = re.compile(r"# (\w+\.(?:py|yaml))\n")
-"""First line of a block that is a file."""
+BLOCKS = list(blocks_of("docs/ten-minutes.md"))
 DEFAULT = ("2.", "3.", "7.")
 """Sections whose commands the default run types. What the others show has default tests elsewhere."""
 
@@ -35,18 +34,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def work_through(sections: list[str]) -> None:
-    """Write, type or execute each block of the sections."""
+def section_of(block: Block) -> str:
+    """The heading above the block."""
+    above = "\n".join(PAGE.splitlines()[: block.line])
+    return re.findall(r"^## (.*)$", above, re.MULTILINE)[-1]
+
+
+def work_through(blocks: list[Block]) -> None:
+    """Write, type or execute each block."""
     names: dict[str, Any] = {}
-    for language, text in BLOCK.findall("".join(sections)):
-        if file := FILE.match(text):
-            Path(file[1]).write_text(text)
-        elif language == "python":
-            exec(text, names)
-        elif language == "sh":
-            for line in text.replace("\\\n", "").splitlines():
-                program, *arguments = shlex.split(line)
-                assert program == "embodied" and main(arguments) == 0, line
+    for block in blocks:
+        if block.file:
+            Path(block.file).write_text(block.text)
+        elif block.language == "python":
+            exec(block.text, names)
+        elif block.language == "sh":
+            for command in block.commands:
+                program, *arguments = command.words
+                assert program == "embodied" and main(arguments) == 0, command.place
 
 
 def evaluation(run: Path) -> dict[str, Any]:
@@ -55,14 +60,14 @@ def evaluation(run: Path) -> dict[str, Any]:
 
 
 def test_a_simulator_and_a_policy_of_the_page_learn(folder: Path) -> None:
-    work_through([section for section in SECTIONS if section.startswith(DEFAULT)])
+    work_through([block for block in BLOCKS if section_of(block).startswith(DEFAULT)])
     assert evaluation(folder / "runs" / "trolley")["success_rate"] > 0.5
     assert evaluation(folder / "runs" / "mine")["success_rate"] > 0.5
 
 
 @pytest.mark.slow
 def test_the_whole_page_runs_as_written(folder: Path) -> None:
-    work_through(SECTIONS)
+    work_through(BLOCKS)
     names = re.findall(r"--name (\w+)", PAGE)
     assert names == ["first", "second", "trolley", "red", "signs"]
     for name in (*names, "mine", "watched"):
@@ -71,9 +76,8 @@ def test_the_whole_page_runs_as_written(folder: Path) -> None:
 
 
 def test_only_the_installation_is_not_run_here() -> None:
-    blocks = BLOCK.findall("".join(SECTIONS))
-    assert [text.split()[0] for language, text in blocks if language not in ("sh", "python", "yaml")] == ["git"]
-    assert all(FILE.match(text) for language, text in blocks if language == "yaml")
+    assert [block.text.split()[0] for block in BLOCKS if block.language not in ("sh", "python", "yaml")] == ["git"]
+    assert all(block.file for block in BLOCKS if block.language == "yaml")
 
 
 @pytest.mark.slow  # what it calls is what the page calls

@@ -150,7 +150,8 @@ class Evaluator:
             try:
                 self._policy = self._make(sizes)
             except PolicyError as error:
-                raise PolicyError(f"{name}: {error}") from error
+                advice = "; name tasks of the sizes it was trained on in eval.tasks" if self._policy is not None else ""
+                raise PolicyError(f"{name}: {error}{advice}") from error
         self._task = _Task(
             name,
             self._policy,

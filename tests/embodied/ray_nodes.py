@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from sim_farm.shared_memory.slot_layout import FarmSpec
 ROOT = Path(__file__).resolve().parents[2]
 
 CLUSTER = """
-import json, sys
+import json, os, sys
 from ray._private import ray_constants
 ray_constants.ENABLE_RAY_CLUSTER = False  # so that nothing listens but on the loopback interface
 from ray.cluster_utils import Cluster
@@ -33,7 +33,8 @@ quick = {"initial_delay_ms": 500, "period_ms": 500, "timeout_ms": 3000, "failure
 quick = {f"health_check_{name}": value for name, value in quick.items()} if sys.argv[1] == "quick" else {}
 head = {"include_dashboard": False, "include_log_monitor": False, "node_name": sys.argv[2], "_system_config": quick}
 cluster = Cluster(initialize_head=True, head_node_args={**small, **head})
-others = {name: cluster.add_node(**small, node_name=name) for name in sys.argv[3:]}
+settings = json.loads(os.environ.pop("OTHERS"))
+others = {name: cluster.add_node(**small, node_name=name, env_vars=settings) for name in sys.argv[3:]}
 raylets = {name: node.all_processes["raylet"][0].process.pid for name, node in others.items()}
 print(json.dumps([cluster.address, raylets]), flush=True)
 sys.stdin.read()
@@ -57,16 +58,17 @@ class Machines:
 
 
 @contextmanager
-def started(*names: str, patient: bool = False) -> Iterator[Machines]:
+def started(*names: str, patient: bool = False, settings: Mapping[str, str] | None = None) -> Iterator[Machines]:
     """Nodes of these names, the first of which is this process's; nothing of them is left afterwards. A node that is
-    lost is noticed within seconds, unless one is `patient`, as many workers on few cores need it."""
+    lost is noticed within seconds, unless one is `patient`, as many workers on few cores need it. `settings` are
+    environment variables of the other nodes."""
     # The token of the shared Ray, which ends before this process joins the nodes, is not theirs.
     environment = {name: value for name, value in os.environ.items() if name not in AUTHENTICATION}
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # short: it becomes part of the sockets' names
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER, "patient" if patient else "quick", *names],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**environment, "RAY_TMPDIR": folder}, cwd=ROOT,
+        env={**environment, "RAY_TMPDIR": folder, "OTHERS": json.dumps(dict(settings or {}))}, cwd=ROOT,
     )  # fmt: skip
     family: list[psutil.Process] = []
     try:

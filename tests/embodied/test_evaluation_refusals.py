@@ -145,6 +145,7 @@ def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp
         evaluate_run(str(run), settings, None, tmp_path, into=tmp_path / "e")
     message = str(caught.value)
     assert "tabletop/pick_and_place" in message and "action_dim is 3, expected 4" in message
+    assert message.endswith("name tasks of the sizes it was trained on in eval.tasks")
     assert {task for task, _ in read_folder(tmp_path / "e").outcomes} == {"tabletop/reach"}, "what was done is kept"
 
 

@@ -13,6 +13,7 @@ from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.reporting.results import TrainingResult
 from embodied.training.callbacks import IterationEnd
+from sim_farm.contract import FarmError
 
 SETTINGS: dict[str, Any] = {
     "name": "run",
@@ -113,6 +114,9 @@ def test_episodes_are_recorded(folder: Path) -> None:
 def test_mistakes_are_user_errors(trained: TrainingResult, folder: Path) -> None:
     with pytest.raises(UserError, match="embodied.train: unknown key 'optim.policy_rl'; did you mean optim.policy_lr"):
         embodied.train("reach", {"optim.policy_rl": 1.0}, runs_dir=folder)
+    with pytest.raises(UserError, match="unknown task 'tabletop/raech'; did you mean tabletop/reach") as caught:
+        embodied.train("reach", {"env.task": "tabletop/raech"}, runs_dir=folder)
+    assert isinstance(caught.value.__cause__, FarmError)
     with pytest.raises(UserError, match="no run 'nothing'"):
         embodied.load_policy("nothing")
     with pytest.raises(

@@ -28,6 +28,7 @@ from embodied.runtime.handles import Handle
 from embodied.runtime.ranks import is_bound
 from embodied.runtime.ray.cluster import HERE, LOOK_S, RayCluster, unwrapped, value_within
 from embodied.runtime.remote import CALL_BYTES, require_software, slices, software
+from embodied.runtime.rounding import kernels
 from embodied.runtime.shared_tensors import SharedTensors, TensorPublisher
 from embodied.runtime.supervision import MemoryChecks, Wait
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
@@ -148,6 +149,11 @@ class _FarActor(_Workers):
         """Time since the last progress; -1 before the first."""
         last = int(self._memory.arrays["last_ns"][0])
         return time.monotonic_ns() - last if last else -1
+
+    @ray.method(concurrency_group="looks")
+    def kernels(self) -> dict[str, str]:
+        """How this machine rounds."""
+        return kernels()
 
 
 def _portable(result: Any) -> Any:
@@ -283,6 +289,7 @@ class FarProcess(WorkerProcess):
         self._known_ns = 0
         self.actor = cluster.actor(_FarActor, _environment(), node, (software(),))
         self._silent = self.actor.silent_ns.remote()
+        cluster.compare_kernels(node, self.actor.kernels.remote())
 
     def last_ns(self) -> int:
         """Time of its last known progress, by this machine's clock."""

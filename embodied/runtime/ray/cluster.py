@@ -23,18 +23,21 @@ from typing import Any, TypeVar
 import psutil  # type: ignore[import-untyped]
 import ray
 from ray._private import ray_constants
-from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
 from embodied.runtime import check_interpreter
 from embodied.runtime.api import NodeInfo, RuntimeLost
 from embodied.runtime.ray.local_ray import RayProcesses, RaySession
+from embodied.runtime.rounding import differences, kernels, warning
 from embodied.runtime.supervision import Deadline, Wait
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.workers import faults
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 HERE = ""
 """The client's node, as a node id in a placement."""
@@ -64,6 +67,10 @@ class RayCluster:
         self.watchers: list[Callable[[], None]] = []
         """Called by `watch`; each checks some workers, and raises the error that ends the run."""
         self._actors: list[Any] = []
+        self._kernels: list[tuple[str, Any]] = []
+        """Other machines' ids, each with the reference to the kernels of a worker there (`rounding.kernels`)."""
+        self._differing: set[tuple[str, str]] = set()
+        """Machines' ids and the kinds of kernels of which a warning was given."""
         self._checked_s = 0.0
         self.ray_processes = RayProcesses()
         self._session = RaySession() if address == "local" else None
@@ -183,8 +190,35 @@ class RayCluster:
         """Check Ray's own processes, and the workers that no call waits for at the moment."""
         self._checked_s = time.monotonic()
         self.require_ray()
+        self._compare_kernels()
         for check in self.watchers:
             check()
+
+    def compare_kernels(self, node: str, reference: Any) -> None:
+        """Warn, once the worker on that node has answered the reference, if its kernels round differently from those of
+        this process."""
+        self._kernels.append((node, reference))
+
+    def _compare_kernels(self) -> None:
+        """Compare the answers once all are there, so that one warning names every machine."""
+        asked = list(self._kernels)
+        references = [reference for _, reference in asked]
+        if not asked or len(ray.wait(references, num_returns=len(references), timeout=0)[0]) < len(asked):
+            return
+        self._kernels = self._kernels[len(asked) :]
+        new = set()
+        for node, reference in asked:
+            try:
+                new |= {(node, kind) for kind in differences(kernels(), ray.get(reference))}
+            except RayError:  # it has died: a wait for its work raises that
+                continue
+        new -= self._differing
+        if new:
+            self._differing |= new
+            names = {node.id: str(node) for node in self.nodes()}
+            nodes = sorted({node for node, _ in new}, key=lambda node: names.get(node, node))
+            found = {names.get(node, node): sorted(kind for other, kind in new if other == node) for node in nodes}
+            _log.warning("%s", warning(found))
 
     def poll(self, reference: Any, wait: Wait, name: str, what: str, timeout_s: float = LOOK_S) -> bool:
         """Wait at most `timeout_s`; True if the reference has a value or an error.

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.cluster import HERE, RayCluster, cannot_start
 from embodied.runtime.remote import FarLost, FarPhysics, Relay, require_software, software
+from embodied.runtime.rounding import kernels
 from embodied.runtime.supervision import Event, LimitTooSmall, MemoryChecks, MemoryLimit, Replaced, State, Supervised
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.client.health import done_by, hung, restarted
@@ -64,6 +65,10 @@ class _FarmActor:
     def exchange(self, request: bytes) -> bytes:
         assert self._far is not None, "opened before its first request"
         return self._far.exchange(request)
+
+    def kernels(self) -> dict[str, str]:
+        """How this machine rounds, with PyTorch's kernels where the simulator computes with it."""
+        return kernels()
 
     def leave(self) -> None:
         """Leave the farm; the process may serve another."""
@@ -196,7 +201,11 @@ class RayHost:
 
     def open(self, index: int, opening: bytes) -> Any:
         """Start to build the far end of a relay."""
-        return self.call(index, "open", self._setups[index], opening, software())
+        opened = self.call(index, "open", self._setups[index], opening, software())
+        node = self._nodes[index]
+        assert node is not None
+        self._cluster.compare_kernels(node.id, self.call(index, "kernels"))  # answered after `open`: all is imported
+        return opened
 
     def restart(self, index: int, why: str) -> None:
         """Start a new process for a far worker that was lost, on the same node if that is still there."""

@@ -226,7 +226,7 @@ class RayRuntime(RayCluster):
         """Start Ray again, without any of the earlier processes."""
         for process in self._processes:
             process.forget()
-        for everything in (self._processes, self._spare, self._hosts, self.watchers):
+        for everything in (self._processes, self._spare, self._hosts, self.watchers, self._kernels):
             everything.clear()
         self.start_ray_again()
 
