@@ -7,7 +7,7 @@ are a page and how the command, or the block's first line, begins.
 from __future__ import annotations
 
 SHORT = {
-    "train": "--iterations 1 --eval.episodes 2 --eval.videos 0",
+    "train": "--iterations 2 --eval.episodes 2 --eval.videos 0",
     "sft": "--sft.steps 2 --sft.batch 8 --eval.episodes 2 --eval.videos 0",
     "eval": "--eval.episodes 2 --eval.videos 0",
     "record": "--episodes 4",
@@ -23,6 +23,7 @@ WITH_WORKERS = ("--plan.", "EMBODIED_FAULTS")
 SMALL = "--env.num-envs 4 --farm.groups 2"
 ONE_GROUP = "--env.num-envs 8 --rollout.episodes-per-env 1 --env.max-episode-steps 8"
 SHORTER = {
+    ("README.md", "embodied train pushcube"): "--iterations 1",
     ("docs/demonstrations.md", "embodied record"): "--episodes 12",
     ("docs/generalisation.md", "embodied eval"): "--eval.episodes 1",
     ("docs/learning.md", "embodied train openvla_small"): SMALL,
@@ -76,7 +77,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
         ("HOST:PORT", "127.0.0.1:8000"),
     ),
     "docs/generalisation.md": (("CONFIG", "openvla_tiny"), ("OTHER_RUN", "second"), ("RUN", "first")),
-    "docs/lora.md": (("checkpoints/000022", "checkpoints/000001"),),
+    "docs/lora.md": (("checkpoints/000022", "checkpoints/000002"),),
     "docs/openvla.md": (("DEMONSTRATIONS", "demos/red"), ("further", "openvla_tiny")),
     "docs/other-libraries.md": (("100_000", "128"), ('PPO("MlpPolicy", ', 'PPO("MlpPolicy", n_steps=8, env=')),
     "docs/planning.md": (("CONFIG", "reach"),),
