@@ -161,7 +161,7 @@ SKETCHES = {
 }
 """Python that does not run by itself. Its syntax is checked."""
 SHOWN = {
-    ("README.md", "runs/pushcube-"): ("embodied train pushcube",),
+    ("README.md", "runs/pushcube"): ("embodied train pushcube",),
     ("docs/start.md", "runs/first: gaussian_mlp"): ("embodied train reach --name first",),
     ("docs/evaluating.md", "| task"): ("embodied eval RUN",),
 }
