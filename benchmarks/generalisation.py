@@ -58,7 +58,7 @@ STUDIES = {
     "reach": Study(("tabletop/reach",), episodes=20, steps=60, randomise=("start", "objects")),
     "openvla_small": Study(BOTH, episodes=25, steps=50, randomise=PICTURES),
     # Reworded instructions are longer than the 16 tokens that this checkpoint reads.
-    "pi0_small": Study(BOTH, episodes=25, steps=45, randomise=PICTURES, axes=(*PICTURES, "brightness")),
+    "pi0_small": Study(BOTH, episodes=100, steps=150, randomise=PICTURES, axes=(*PICTURES, "brightness")),
 }
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 SECONDS = Path(__file__).with_name("slow_seconds.json")
 PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- shares -->\n", "<!-- /shares -->\n"
-COUNT = 8
+COUNT = 12
 """Shares: each is to take at most 35 minutes in two processes on a busy machine."""
 UNKNOWN_S = 60.0
 
