@@ -106,6 +106,9 @@ class WandB:
         self._run: Run | None = None
 
     def begin(self, settings: Mapping[str, Any], run_dir: Path, known: str | None) -> str | None:
+        if not os.access(Path.home(), os.W_OK):  # where it keeps files on their way, and their cache
+            for kind in ("DATA", "CACHE", "CONFIG", "ARTIFACT"):
+                os.environ.setdefault(f"WANDB_{kind}_DIR", str(run_dir / "wandb" / kind.lower()))
         import wandb
 
         own = wandb.Settings(console="off")  # the terminal has a live table

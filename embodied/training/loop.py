@@ -358,8 +358,8 @@ class _Loop:
                 self._checkpoints.taken(),
                 has_success=self.workers.has_success,
             )
-            if (share := self._others.share()) is not None:
-                row["time/other_programs"] = share
+            share = self._others.share()
+            row["time/other_programs"] = float("nan") if share is None else share
             self._call_back(row)
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
         if self.trace is not None:
