@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -85,6 +86,23 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--share {wanted}: {error}") from error
     config.args[:] = [str(config.rootpath / file) for file in chosen.files]
     config.option.markexpr = "slow"
+
+
+LATE = f"the {shares.MINUTES} minutes of a share are over"
+BEGAN_S = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what a share has no time for: CI ends a run that takes too long, without a word."""
+    if item.config.getoption("--share") is not None and time.monotonic() - BEGAN_S > 60 * shares.MINUTES:
+        pytest.skip(LATE)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    late = [report for report in terminalreporter.stats.get("skipped", []) if LATE in str(report.longrepr)]
+    if late:
+        files = sorted({report.nodeid.partition("::")[0] for report in late})
+        terminalreporter.write_line(f"{len(late)} tests were left out, as {LATE}: {', '.join(files)}", red=True)
 
 
 SECONDS: dict[str, float] = {}

@@ -23,7 +23,8 @@ SECONDS = Path(__file__).with_name("slow_seconds.json")
 PAGE = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- shares -->\n", "<!-- /shares -->\n"
 COUNT = 12
-"""Shares: each is to take at most 35 minutes in two processes on a busy machine."""
+MINUTES = 35
+"""Of a share: the tests that have not begun by then are left out, and named."""
 UNKNOWN_S = 60.0
 
 

@@ -106,6 +106,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendDevice]:
     # The rest is what torch asks of a driver, and there is none.
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # As if recording already: decisions are not replayed as graphs, which such a device cannot record.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: PROPERTIES)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretence")

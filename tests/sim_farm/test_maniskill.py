@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -421,6 +422,7 @@ def test_without_a_cache_folder_pictures_are_drawn_as_sapien_does(
 ) -> None:
     (tmp_path / "embodied").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "embodied"))  # takes the place of such a cache
     assert rendering._light.__wrapped__() == "minimal"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     light = Path(rendering._light.__wrapped__())

@@ -177,8 +177,8 @@ def _light() -> str:
             return STOCK
         texts[name] = text
     digest = hashlib.sha256("".join([sapien.__version__, *texts.values()]).encode()).hexdigest()[:12]
-    folder = cache() / f"sapien-shader-{digest}"
     try:
+        folder = cache() / f"sapien-shader-{digest}"
         if not folder.is_dir():
             _write(folder, stock, texts)
     except OSError:
