@@ -33,7 +33,7 @@ class OtherPrograms:
         return min(max((busy - own) / whole, 0.0), 1.0) if whole > 0 else None
 
     def _now(self) -> tuple[float, float, float]:
-        """Seconds since the machine's start: of the cores altogether, those in which they were busy, and our own."""
+        """Seconds since the machine's start: all cores' time, their busy time, and the CPU time of this run."""
         every = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in self._cores]
         # Time of guests is counted as the user's too.
         whole = sum(sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0) for times in every)
@@ -49,7 +49,7 @@ def in_words(share: float | None) -> str:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and all below it; of those that have ended, what their parents know of them."""
+    """CPU seconds of this process and its descendants; ended ones count through their parents."""
     here = psutil.Process()
     seconds = 0.0
     for process in (here, *here.children(recursive=True)):

@@ -56,7 +56,7 @@ class FilesTogether(LoadScopeScheduling):
 
     def remove_node(self, node: WorkerController) -> str | None:
         """The test that ended the process, if one has. It has failed, and is not run again: it would end the next
-        process too, and the run would never end."""
+        process too."""
         units = self.assigned_work[node].values()
         left = next(((unit, name) for unit in units for name, done in unit.items() if not done), None)
         if left is None:
@@ -140,7 +140,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def libero_suites() -> None:
-    """Skips tests that read LIBERO-Plus' and LIBERO-PRO's files where `make suites` has not fetched them."""
+    """Skip tests that read LIBERO-Plus' and LIBERO-PRO's files if `make suites` did not fetch these."""
     from sim_farm.backends.libero import data_wheels
     from sim_farm.contract import FarmError
 

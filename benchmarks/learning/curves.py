@@ -55,7 +55,7 @@ def evaluated(run: Path, protocol: dict[str, Any]) -> dict[str, Any]:
     paths = [run / "eval.json", *sorted((run / "evals").glob("*/eval.json"))]
     same = [found for path in paths if path.is_file() and (found := result(path)).pop("protocol") == protocol]
     if not same:
-        sys.exit(f"{run} has not been evaluated on the base's episodes: embodied eval {run} --seed {protocol['seed']}")
+        sys.exit(f"{run} lacks an evaluation on the base's episodes: embodied eval {run} --seed {protocol['seed']}")
     return same[-1]
 
 

@@ -1,4 +1,4 @@
-"""What the small base checkpoints have seen: pictures of a task's scenes, and the places of gripper and objects."""
+"""Training pictures of the small base checkpoints: a task's scenes, with the places of gripper and objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a machine's processor rounds: one computation of each kind of kernel, compared between the machines of a cluster.
+"""Kernels that round differently: one computation of each kind, compared between the machines of a cluster.
 
 NumPy and PyTorch choose their kernels by the processor that they find. Kernels add in another order or use other
 polynomials, so the same computation differs in its last bits. Results are as good on one machine as on the other; what
@@ -26,7 +26,7 @@ ROWS, COLUMNS = 48, 96  # small: one thread computes it, whatever the process ma
 
 def kernels() -> dict[str, str]:
     """A digest of one computation by kind of kernel (`KERNELS`), 12 hexadecimal digits each. PyTorch's are left out
-    where this process has not imported it. Takes some milliseconds."""
+    if this process did not import it. Takes a few milliseconds."""
     found = {"NumPy's matrix products": _digest(_products()), "NumPy's functions": _digest(_functions())}
     return {**found, **_torch()} if "torch" in sys.modules else found
 

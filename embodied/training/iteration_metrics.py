@@ -49,7 +49,7 @@ METRICS = (
     Metric(
         "time/other_programs",
         "share",
-        "Of the time of this machine's cores, what other programs used; every few seconds.",
+        "Share of the cores' time used by other programs, sampled every few seconds.",
     ),
 )
 

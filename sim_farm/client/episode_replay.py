@@ -227,13 +227,13 @@ def _begin(physics: TaskPhysics, recording: Recording, goes_on: bool) -> tuple[l
 
 
 def _deviation(physics: TaskPhysics, recording: Recording, step: int) -> float:
-    """Of the state after the action `step`; 0.0 where none is recorded."""
+    """Deviation of the state after the action `step` from the recorded one; 0.0 if none is recorded."""
     state = recording.state(step)
     return physics.deviation(state) if state else 0.0
 
 
 def _difference(recording: Recording, step: int, solved: bool, away: float, tolerance: float) -> str:
-    """What is not as recorded after the action `step`; empty if nothing is."""
+    """First difference from the recording after the action `step`; empty if there is none."""
     said = int(recording.success[step])
     if said >= 0 and bool(said) != solved:
         words = ("solved", "not solved") if said else ("not solved", "solved")

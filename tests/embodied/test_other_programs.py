@@ -1,4 +1,4 @@
-"""What other programs take of the cores: ours is not among it, whichever process does it."""
+"""CPU time of other programs, without that of the run and its processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Times(NamedTuple):
 
 
 def sampled(monkeypatch: pytest.MonkeyPatch, own: Sequence[float], *cores: Sequence[Times]) -> float | None:
-    """The share between two looks, of which each core's times and our own seconds are given."""
+    """The share between two samples, given each core's times and this run's CPU seconds."""
     looks: Iterator[Any] = iter(zip(*cores, strict=True))
     seconds, clock = iter(own), iter([0.0, 10.0, 10.0])
     monkeypatch.setattr(other_programs.psutil, "cpu_times", lambda percpu: list(next(looks)))

@@ -10,7 +10,7 @@ import pytest
 from embodied import cli
 
 EPISODES = 25
-"""Of each task."""
+"""Episodes of each task."""
 MOST = {
     "openvla_small": 0.25,
     "openvla_oft_small": 0.25,

@@ -62,8 +62,8 @@ class ImportRequest:
     """Largest deviation of a position (m) or joint (rad) from the recording, after any env step. None: the format's
     own. A recording from another processor, whose kernels round differently, may drift farther in contacts."""
     drift: Literal["leave-out", "correct"] = "leave-out"
-    """What becomes of an episode beyond the tolerance: it is left out; or the recorded state takes the place of each
-    state beyond it, and the next action goes on from there (not with drop-idle)."""
+    """Treatment of an episode beyond the tolerance. `leave-out` drops it. `correct` replaces each state beyond the
+    tolerance by the recorded one, from which the next action continues (not with drop-idle)."""
     fps: int | None = None
     """Steps per second of an RLDS dataset, which does not say it; None: that of the published datasets whose rate is
     known (LIBERO, Bridge, RT-1's fractal, DROID)."""

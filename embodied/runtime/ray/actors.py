@@ -152,7 +152,7 @@ class _FarActor(_Workers):
 
     @ray.method(concurrency_group="looks")
     def kernels(self) -> dict[str, str]:
-        """How this machine rounds."""
+        """Digests of this machine's kernels (`rounding.kernels`)."""
         return kernels()
 
 

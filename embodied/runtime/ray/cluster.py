@@ -70,7 +70,7 @@ class RayCluster:
         self._kernels: list[tuple[str, Any]] = []
         """Other machines' ids, each with the reference to the kernels of a worker there (`rounding.kernels`)."""
         self._differing: set[tuple[str, str]] = set()
-        """Machines' ids and the kinds of kernels of which a warning was given."""
+        """Pairs of machine id and kind of kernel that were already warned about."""
         self._checked_s = 0.0
         self.ray_processes = RayProcesses()
         self._session = RaySession() if address == "local" else None

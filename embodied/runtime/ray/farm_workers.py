@@ -67,7 +67,7 @@ class _FarmActor:
         return self._far.exchange(request)
 
     def kernels(self) -> dict[str, str]:
-        """How this machine rounds, with PyTorch's kernels where the simulator computes with it."""
+        """Digests of this machine's kernels, with PyTorch's if the simulator computes with it."""
         return kernels()
 
     def leave(self) -> None:

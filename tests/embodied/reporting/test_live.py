@@ -44,7 +44,7 @@ def last_picture(console: Console) -> str:
 
 
 def lines_of(console: Console) -> list[str]:
-    """The lines, each of which begins with the time of day, without it."""
+    """The lines without the time of day at their beginnings."""
     lines = output_of(console).splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d  ", line) for line in lines), lines
     return [line[10:] for line in lines]
@@ -61,7 +61,7 @@ class Clock:
 
 
 def iterations_shown(total: int, each_s: float, ended: int | None = None) -> list[int]:
-    """The iterations of which a log has a line, each `each_s` long; `ended` of `total`."""
+    """The iterations that have a line in the log, for `ended` of `total` iterations of `each_s` seconds."""
     console, clock = a_console(terminal=False), Clock()
     with Progress("reach", total, 0.9, console=console, clock=clock) as progress:
         for iteration in range(1, (ended or total) + 1):

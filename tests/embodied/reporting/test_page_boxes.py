@@ -1,4 +1,4 @@
-"""No text of a page covers another, or leaves the page or its drawing, on a phone or a desk: measured in Chromium."""
+"""Text boxes of pages, measured in Chromium at 390 and 1,400 px: none covers another or leaves its page."""
 
 from __future__ import annotations
 
