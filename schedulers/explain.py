@@ -235,8 +235,9 @@ def _best(plans: Iterable[Plan]) -> Plan | None:
 
 
 def _compared(other: Plan, plan: Plan, expected: Callable[[Plan], float]) -> str:
-    """How much longer the other plan's iteration takes. `expected`: seconds of a plan where single calls vary as
-    measured, which the choice counts on; predictions are of constant times."""
+    """The ratio of the other plan's seconds for one iteration to the plan's: with constant times, and, where the other
+    plan is then the faster one, with the times of single calls varying as measured. `expected` gives the seconds of a
+    plan with varying times, by which the plan was chosen."""
     seconds = _predicted(other)
     ratio = seconds / _predicted(plan) if _predicted(plan) else math.inf
     text = f"{_times(ratio)} ({in_words(seconds)})"
