@@ -169,13 +169,25 @@ def _joined(first: PhysicsResult, then: PhysicsResult) -> PhysicsResult:
 
 
 def _to_simulator(actions: Float32, spec: TaskSpec) -> Float32:
-    if spec.gripper == "simulator":
+    return with_own_gripper(actions, spec.gripper)
+
+
+def with_own_gripper(actions: Float32, gripper: Gripper) -> Float32:
+    """The actions [C, A] of this convention with the last element as the simulator itself takes it."""
+    if gripper == "simulator":
         return actions
     actions = np.array(actions, np.float32)
     grip = actions[:, -1]
     # As the published protocols: sign(x) for x = 0 too, then -1 opens where OpenVLA's 1 does.
-    actions[:, -1] = np.sign(grip) if spec.gripper == "binary" else -np.sign(2 * grip - 1)
+    actions[:, -1] = np.sign(grip) if gripper == "binary" else -np.sign(2 * grip - 1)
     return actions
+
+
+def turns(orientation: Orientation, stock_upside_down: bool) -> tuple[int, int]:
+    """Steps over the rows and the columns of an upright frame, 1 or -1 each, that give one of this orientation. Those
+    of two orientations multiplied lead from the one to the other."""
+    stock = -1 if stock_upside_down else 1
+    return {"upright": (1, 1), "stock": (stock, 1), "rotated": (-stock, -1)}[orientation]
 
 
 class TaskRenderer:
@@ -188,9 +200,8 @@ class TaskRenderer:
         self.info = _with_conventions(backend.info, spec)
         self._perturbations = spec.perturbations
         self._moves = any(change.cameras for change in spec.perturbations)
-        # Steps over rows and columns of an upright frame.
-        self._stock = stock = -1 if backend.info.stock_upside_down else 1
-        self._rows, self._columns = {"upright": (1, 1), "stock": (stock, 1), "rotated": (-stock, -1)}[spec.orientation]
+        self._stock, _ = turns("stock", backend.info.stock_upside_down)
+        self._rows, self._columns = turns(spec.orientation, backend.info.stock_upside_down)
 
     def render(
         self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None = None

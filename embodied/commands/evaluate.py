@@ -32,7 +32,7 @@ from embodied.reporting.trackers import Tracking
 from embodied.run import checkpoint
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run, settings_of
-from embodied.training.preflight import check_evaluation
+from embodied.training.preflight import check_subject, published
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -57,17 +57,24 @@ def evaluate_run(
     the folder of an evaluation by the same protocol. Returns the result as plain data.
     """
     subject, protocol = subject_of(run, config, folder, runs_dir), protocol_of(config)
-    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
+    _check(subject, protocol)
     other = None if against is None else _other(against, subject, protocol, runs_dir)
+    if isinstance(other, Subject):
+        _check(other, protocol.shown_to(other.config))
     with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
         result = evaluate(subject, protocol, session, own)
         if other is not None:
             theirs = _evaluated(other, protocol, session)
             result = compare(result, own, theirs, str(against))
             write_result(own.path, result)
-            film_differences(subject, protocol, session, own, theirs, str(against))
+            film_differences(subject, session, own, theirs, str(against))
     show_table(result)
     return result
+
+
+def _check(subject: Subject, protocol: Protocol) -> None:
+    applied = protocol.applied(subject.config, protocol.tasks[0])
+    check_subject(applied, protocol.tasks, subject.checkpoint, published(subject.config))
 
 
 def subject_of(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:

@@ -31,6 +31,7 @@ from embodied.planning.run_plans import (
 from embodied.reporting.plan_picture import draw_plan
 from embodied.run import RUNS
 from embodied.run.folder import with_init
+from embodied.training.preflight import check_begun
 from schedulers import Cluster, Plan, Profile, Workflow
 from schedulers.cards import CARDS
 
@@ -45,6 +46,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     `plan.mode` restricts it to one mode. For several tasks the result also has the gain of rolling
     them out at the same time.
     """
+    check_begun(config)
     target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(config)
     # Another cluster has other hardware than this machine: its profile is the user's choice.
     elsewhere = target.nodes[0].name != HOME

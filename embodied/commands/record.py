@@ -22,7 +22,7 @@ from embodied.rollout.evaluator import EpisodeResult, Evaluator, make_evaluator,
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run
 from embodied.runtime.handles import Handle
-from embodied.training.preflight import check_evaluation
+from embodied.training.preflight import check_subject, say_conventions
 from embodied.workflows.context import policy_spec, task_spec
 from sim_farm.catalogue import exact_replay
 from sim_farm.client.episode_replay import ReplayedEpisode, Replayer
@@ -85,7 +85,9 @@ def record_run(
     if not all(text.strip() for text in instructions):
         raise UserError("--instructions: one of the wordings is empty")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
-    check_evaluation(config, (config.env.task,))
+    check_subject(config, (config.env.task,), folder)
+    if folder is not None:
+        say_conventions(config, folder)
     if not exact_replay(config.env.task):
         raise UserError(
             f"{config.env.task} declares exact_replay=False: recordings are replays of what the policy did, and its "

@@ -24,6 +24,7 @@ from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run
 from embodied.training.preflight import check_policy
 from embodied.workflows.context import policy_spec, task_spec
+from embodied.workflows.conventions import check_checkpoint
 from sim_farm.workers.hosts import InProcess
 
 
@@ -68,6 +69,7 @@ def _loaded(run: str, config: Config, named: Path | None, runs_dir: Path) -> Loa
         named = Path(run)
     folder = whole_checkpoint(find_run(run, runs_dir), named)
     if folder is not None:
+        check_checkpoint(folder, config)
         # The kind of the configuration was allowed with it.
         policy = policies.load(folder, code=[config.policy.kind])
         return LoadedPolicy(settle(policy, find_device(config.policy.device)), config, folder)

@@ -13,12 +13,16 @@ from embodied.commands.evaluate import finish_run
 from embodied.config.schema import Config, SFTConfig
 from embodied.devices import release
 from embodied.errors import UserError
-from embodied.evaluation.protocol import protocol_of
 from embodied.execution.session import open_session
 from embodied.reporting.trackers import check_packages, tracked
 from embodied.run.folder import begun_from, open_run_folder
 from embodied.run.saved_settings import find_run, recorded_settings
-from embodied.training.preflight import check_evaluation
+from embodied.training.preflight import (
+    check_evaluation,
+    check_own_evaluation,
+    check_resumed,
+    say_conventions,
+)
 from embodied.training.sft import STAGE, imitate
 from embodied.workflows.context import task_spec
 from sim_farm.workers.hosts import InProcess
@@ -65,9 +69,12 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = _with_data(begun_from(config, runs_dir, resume), runs_dir, resume)
     check_packages(config.track)
+    if resume and config.name:
+        check_resumed(config, runs_dir / config.name)
     check_evaluation(config, (config.env.task,))
-    protocol = protocol_of(config)
-    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
+    check_own_evaluation(config)
+    if config.policy.init is not None:  # demonstrations may teach it other conventions
+        say_conventions(config, config.policy.init)
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if found is not None:

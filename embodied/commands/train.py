@@ -79,9 +79,11 @@ def train_run(
     from embodied.reporting.trackers import tracked
     from embodied.run.folder import begun_from, open_run_folder
     from embodied.training import loop
-    from embodied.training.preflight import check_training
+    from embodied.training.preflight import check_resumed, check_training
 
     config = begun_from(config, runs_dir, resume)
+    if resume and config.name:
+        check_resumed(config, runs_dir / config.name)
     check_training(config)
     with (
         open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found),

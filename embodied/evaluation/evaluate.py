@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, d
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
 from embodied.workflows.context import policy_spec, task_spec
+from embodied.workflows.conventions import notes_on, overruled
 from policies.errors import PolicyError
 from policies.registry import policy_class
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
@@ -192,7 +193,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     if seen := [outcome for outcome in outcomes if outcome.task in filmed]:
         seen = worth_seeing(seen, subject.config.eval.videos)
         with optional("the film"):
-            until_done(lambda: _film(subject, protocol, session, folder, seen), recovery, session, lambda: total)
+            until_done(lambda: _film(subject, session, folder, seen), recovery, session, lambda: total)
     _show_in_run(folder.path, subject)
     return result
 
@@ -222,8 +223,11 @@ def evaluated_task(config: Config, perturbations: tuple[Perturbation, ...] = ())
 
 def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, against: str) -> dict[str, Any]:
     """The result with its difference to another evaluation of the same episodes. Raises `UserError` if they differ."""
-    if not first.identity.protocol.same_episodes(second.identity.protocol):
+    mine, its = first.identity.protocol, second.identity.protocol
+    if not mine.same_episodes(its):
         raise UserError(f"{second.path} is an evaluation by another protocol: its episodes cannot be paired")
+    if mine.conventions != its.conventions:
+        _say(f"Note: each policy acts by its own conventions: {against} {its.conventions}; here {mine.conventions}")
     ours, theirs = first.in_order(), second.in_order()
     if any(outcome.success is None for outcome in ours):
         raise UserError(
@@ -244,26 +248,25 @@ def compare(result: dict[str, Any], first: EvalFolder, second: EvalFolder, again
         "success_rate": sum(bool(o.success) for o in others) / len(others),
         "tasks": rows,
         **({"conditions": perturbed} if perturbed else {}),
+        **({} if mine.conventions == its.conventions else {"conventions": its.conventions}),
     }
     return {**result, "comparison": comparison}
 
 
-def film_differences(
-    subject: Subject, protocol: Protocol, session: Session, first: EvalFolder, second: EvalFolder, against: str
-) -> None:
+def film_differences(subject: Subject, session: Session, first: EvalFolder, second: EvalFolder, against: str) -> None:
     """Film up to four episodes that one of the two solved and the other did not: above those of the second, which is
     called `against`, below those of the subject. The run's page then shows the comparison."""
     path = first.path / "videos" / "against.mp4"
     path.unlink(missing_ok=True)
     pairs = differing(first.in_order(), second.in_order(), min(subject.config.eval.videos, PAIRS))
     above, below = Path(against).name, subject.name
-    shown = [Shown(o, second.actions(o), f"{above}, episode {o.trial}") for _, o in pairs]
-    shown += [Shown(o, first.actions(o), f"{below}, episode {o.trial}") for o, _ in pairs]
-    filmed = _filmed(protocol.tasks)
+    shown = [_shown(subject, second, o, f"{above}, episode {o.trial}") for _, o in pairs]
+    shown += [_shown(subject, first, o, f"{below}, episode {o.trial}") for o, _ in pairs]
+    filmed = _filmed(first.identity.protocol.tasks)
     shown = [one for one in shown if one.outcome.task in filmed]
     if shown:
         with optional("the film of the differences"):
-            write_film(path, session, shown, partial(_simulated, subject, protocol), len(pairs))
+            write_film(path, session, shown, len(pairs))
     _show_in_run(first.path, subject)
 
 
@@ -338,14 +341,19 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
 
 
 def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
-    """Warnings about files of tasks, and statistics of another suite, that do not match their names."""
+    """Warnings about files of tasks, and statistics of another suite, that do not match their names, and about
+    conventions that are not those of the policy's training."""
     files = [found for task in protocol.tasks if (found := task_files(task)) is not None]
     found = list(dict.fromkeys(note for one in files for note in one.foreign))
     found += suite_notes(protocol)
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]
-    return found
+    applied = protocol.applied(subject.config, protocol.tasks[0])
+    begun = subject.checkpoint or subject.config.policy.init
+    if begun is not None:
+        return found + notes_on(begun, applied)
+    return found + overruled(subject.config, applied)
 
 
 def _weights_of(subject: Subject) -> str:
@@ -389,12 +397,9 @@ def _tables(
     }
 
 
-def _film(
-    subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, outcomes: Sequence[EpisodeOutcome]
-) -> None:
-    shown = [Shown(outcome, folder.actions(outcome), f"episode {outcome.trial}") for outcome in outcomes]
-    path = folder.path / "videos" / "evaluation.mp4"
-    write_film(path, session, shown, partial(_simulated, subject, protocol))
+def _film(subject: Subject, session: Session, folder: EvalFolder, outcomes: Sequence[EpisodeOutcome]) -> None:
+    shown = [_shown(subject, folder, outcome, f"episode {outcome.trial}") for outcome in outcomes]
+    write_film(folder.path / "videos" / "evaluation.mp4", session, shown)
 
 
 def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
@@ -404,18 +409,21 @@ def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, fold
     filmed = _filmed(protocol.tasks)
     seen = [outcome for outcome in folder.in_order() if outcome.task in filmed]
     pairs = differing_pairs(protocol, seen, min(subject.config.eval.videos, PAIRS))
-    shown = [Shown(plain, folder.actions(plain), f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
+    shown = [_shown(subject, folder, plain, f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
     for plain, other in pairs:
         perturbation = protocol.perturbation(other.task, other.trial)
         assert perturbation is not None
         label = f"{perturbation.axis} {perturbation.level}, episode {plain.trial}"
-        shown.append(Shown(other, folder.actions(other), label))
+        shown.append(_shown(subject, folder, other, label))
     if shown:
-        write_film(path, session, shown, partial(_simulated, subject, protocol), len(pairs))
+        write_film(path, session, shown, len(pairs))
 
 
-def _simulated(subject: Subject, protocol: Protocol, task: str) -> TaskSpec:
-    return evaluated_task(protocol.applied(subject.config, task), protocol.perturbations.get(task, ()))
+def _shown(subject: Subject, folder: EvalFolder, outcome: EpisodeOutcome, label: str) -> Shown:
+    """The episode to film, by the conventions that its actions are of: those of its folder's protocol."""
+    protocol, task = folder.identity.protocol, outcome.task
+    simulated = evaluated_task(protocol.applied(subject.config, task), protocol.perturbations.get(task, ()))
+    return Shown(outcome, folder.actions(outcome), label, simulated)
 
 
 def _show_in_run(folder: Path, subject: Subject) -> None:

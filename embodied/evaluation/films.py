@@ -6,7 +6,7 @@ import math
 import os
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
@@ -88,15 +88,11 @@ class Shown:
     """[length, A] as executed."""
     label: str
     """Text under the film beside task, steps and outcome."""
+    task: TaskSpec
+    """The task that is simulated, with the conventions of the actions."""
 
 
-def write_film(
-    path: Path,
-    session: Session,
-    episodes: Sequence[Shown],
-    task_of: Callable[[str], TaskSpec],
-    columns: int | None = None,
-) -> None:
+def write_film(path: Path, session: Session, episodes: Sequence[Shown], columns: int | None = None) -> None:
     """Replay the episodes and tile them into one video, in rows of `columns` or with failures first; the work is dealt
     out to as many filmers as cores. All are as fast as the longest, so that one can be compared with another."""
     # Episodes of a task next to each other: a filmer builds a task's scene once.
@@ -106,8 +102,8 @@ def write_film(
     every = stride(max((one.outcome.length for one in episodes), default=0))
 
     def begin(filmer: Handle[Filmer], place: int) -> list[UInt8]:
-        outcome = episodes[place].outcome
-        return filmer.submit(Filmer.film, task_of(outcome.task), outcome.spec, episodes[place].actions, every)
+        one = episodes[place]
+        return filmer.submit(Filmer.film, one.task, one.outcome.spec, one.actions, every)
 
     films: dict[int, list[UInt8]] = {}
     with steps("Filming", len(ordered)) as bar:

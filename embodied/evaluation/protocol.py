@@ -224,12 +224,31 @@ class Protocol:
         return self.env_seed + start if self.seeding == "rising" else self.env_seed
 
     def shown_to(self, config: Config) -> Protocol:
-        """A protocol of the same episodes with the configuration's cameras and chunk."""
-        return replace(self, cameras=_cameras(config), chunk=config.policy.chunk)
+        """A protocol of the same episodes, which the configuration's policy sees and acts in by its own conventions, as
+        far as no published protocol determines them."""
+        env, preset = config.env, PRESETS.get(self.name or "")
+        shown = replace(
+            self,
+            cameras=_cameras(config),
+            chunk=config.policy.chunk,
+            control_mode=env.control_mode,
+            gripper=env.gripper if preset is None or preset.gripper is None else preset.gripper,
+        )
+        if preset is not None or not shown.cameras:
+            return shown
+        return replace(shown, orientation=env.orientation, image_size=env.image_size)
 
     def same_episodes(self, other: Protocol) -> bool:
-        """True if episodes of the two can be paired, whatever their cameras and action chunks."""
-        return replace(self, cameras=0, chunk=1) == replace(other, cameras=0, chunk=1)
+        """True if episodes of the two can be paired, by whatever conventions their policies see and act."""
+        own = replace(self, cameras=other.cameras, chunk=other.chunk, image_size=other.image_size)
+        own = replace(own, orientation=other.orientation, gripper=other.gripper, control_mode=other.control_mode)
+        return own == other
+
+    @property
+    def conventions(self) -> str:
+        """The conventions by which the policy sees and acts, for people."""
+        mode = "" if self.control_mode is None else f", control mode {self.control_mode}"
+        return f"{self.orientation} {self.image_size} x {self.image_size} images, gripper {self.gripper}{mode}"
 
     def applied(self, config: Config, task: str) -> Config:
         """The configuration as this protocol has it for one of its tasks."""

@@ -16,6 +16,7 @@ import policies
 from embodied.config.schema import Config
 from embodied.devices import decide, find_device, settle
 from embodied.errors import UserError, shown
+from embodied.workflows.conventions import check_checkpoint
 from policies.contract import Inputs, Policy, PolicySpec
 
 
@@ -108,6 +109,7 @@ def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Col
     folder = whole_checkpoint(find_run(str(run), Path("runs")), None if checkpoint is None else Path(checkpoint))
     if folder is None:
         raise UserError(f"{run} is a configuration, and has no checkpoint: train it first, or name a checkpoint")
+    check_checkpoint(folder, config, f"name the run of {folder}")
     # The kind of the configuration was allowed with it.
     policy = policies.load(folder, code=[config.policy.kind])
     return LoadedPolicy(settle(policy, find_device(config.policy.device)), config, folder)

@@ -9,20 +9,25 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.evaluation.protocol import protocol_of
+from embodied.evaluation.protocol import PRESETS, protocol_of
 from embodied.execution.assignment import Assignment, configured, farm_spec, observation_rows, run_specs
 from embodied.execution.policy_workers import check_replicas
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
 from embodied.reporting.trackers import check_packages
+from embodied.run import checkpoint
+from embodied.run.folder import interim_root, lasting_root
+from embodied.run.saved_settings import recorded_settings
 from embodied.training.first_checks import nothing_to_learn
 from embodied.training.selection import selection_protocol
 from embodied.workflows.checks import check_starts, check_task_curriculum
 from embodied.workflows.context import task_spec
+from embodied.workflows.conventions import check_alike, check_checkpoint, notes_on
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
@@ -44,6 +49,7 @@ def check_run(config: Config) -> None:
     check_workflow(recipe_of(config))
     check_components(config)
     check_policy(config)
+    check_begun(config)
     check_starts(config)
     check_task_curriculum(config)
     for task in tasks_of(config):
@@ -59,8 +65,7 @@ def check_training(config: Config) -> None:
         raise UserError(nothing_to_learn(config.policy.kind))
     check_packages(config.track)
     check_run(config)
-    protocol = protocol_of(config)
-    check_evaluation(protocol.applied(config, protocol.tasks[0]), protocol.tasks)
+    check_own_evaluation(config)
     if config.eval.every:
         selection_protocol(config)
     check_plan_files(config)
@@ -79,6 +84,52 @@ def check_components(config: Config) -> None:
         check = getattr(component.worker_class(), "check", None)
         if check is not None:
             check(config)
+
+
+def check_begun(config: Config) -> None:
+    """Compare the conventions under which the policy of `policy.init` was trained with the run's. Raises `UserError`
+    where it is wrong by construction: no reward teaches it the others."""
+    if config.policy.init is not None:
+        init = config.policy.init
+        check_checkpoint(
+            init, config, f"teach it these by demonstrations first (embodied sft CONFIG --policy.init {init})"
+        )
+        say_conventions(config, init)
+
+
+def say_conventions(config: Config, folder: Path) -> None:
+    """Log in which conventions the policy of the checkpoint `folder` acts otherwise than it was trained."""
+    for note in notes_on(folder, config):
+        _say(note)
+
+
+def check_resumed(config: Config, run_dir: Path) -> None:
+    """Raise `UserError` where a run would go on under conventions by which what it has learned is wrong."""
+    if any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root)):
+        check_alike(str(run_dir), recorded_settings(run_dir), config, "begin another run under another --name")
+
+
+def check_own_evaluation(config: Config) -> None:
+    """Check the evaluation that a training ends with, also that it is under conventions like the training's. Raises as
+    `check_run` does."""
+    protocol = protocol_of(config)
+    applied = protocol.applied(config, protocol.tasks[0])
+    check_evaluation(applied, protocol.tasks)
+    check_alike("the policy of this run", config, applied, protocol=published(config))
+
+
+def check_subject(config: Config, tasks: Iterable[str], folder: Path | None, protocol: str | None = None) -> None:
+    """`check_evaluation`, and that the policy of the checkpoint `folder` (None: of `policy.init`) is not wrong by
+    construction in the configuration's environments, which a published `protocol` may have determined."""
+    check_evaluation(config, tasks)
+    begun = config.policy.init if folder is None else folder
+    if begun is not None:
+        check_checkpoint(begun, config, protocol=protocol)
+
+
+def published(config: Config) -> str | None:
+    """The published protocol of the configuration's evaluations."""
+    return config.eval.protocol if config.eval.protocol in PRESETS else None
 
 
 def check_evaluation(config: Config, tasks: Iterable[str]) -> None:

@@ -148,9 +148,9 @@ def test_episodes_of_a_film_are_equally_fast(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(films, "write_tiled", lambda path, shown, fps, columns: tiles.extend(shown))
     task, lengths = TaskSpec("tabletop/push", max_episode_steps=3 * FRAMES), (5, 3 * FRAMES)
     outcomes = [EpisodeOutcome(task.name, i, EpisodeSpec(3), False, False, 0.0, n, n) for i, n in enumerate(lengths)]
-    episodes = [Shown(one, np.zeros((one.length, 3), np.float32), "") for one in outcomes]
+    episodes = [Shown(one, np.zeros((one.length, 3), np.float32), "", task) for one in outcomes]
     with open_session(config()) as session:
-        films.write_film(tmp_path / "film.mp4", session, episodes, lambda name: task)
+        films.write_film(tmp_path / "film.mp4", session, episodes)
     numbers = [list(tile.steps or ()) for tile in tiles]
     assert numbers == [[*range(0, length, 3), length] for length in lengths]
     assert [len(one) for one in numbers] == [len(tile.frames) for tile in tiles]
