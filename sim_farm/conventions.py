@@ -173,13 +173,13 @@ def _to_simulator(actions: Float32, spec: TaskSpec) -> Float32:
 
 
 def with_own_gripper(actions: Float32, gripper: Gripper) -> Float32:
-    """The actions [C, A] of this convention with the last element as the simulator itself takes it."""
+    """The actions [..., A] of this convention with the last element as the simulator itself takes it."""
     if gripper == "simulator":
         return actions
     actions = np.array(actions, np.float32)
-    grip = actions[:, -1]
+    grip = actions[..., -1]
     # As the published protocols: sign(x) for x = 0 too, then -1 opens where OpenVLA's 1 does.
-    actions[:, -1] = np.sign(grip) if gripper == "binary" else -np.sign(2 * grip - 1)
+    actions[..., -1] = np.sign(grip) if gripper == "binary" else -np.sign(2 * grip - 1)
     return actions
 
 

@@ -13,6 +13,7 @@ from embodied.commands.arguments import ExportArguments as Arguments
 from embodied.errors import UserError
 from embodied.run.folder import whole_checkpoint
 from embodied.run.saved_settings import find_run
+from embodied.workflows.conventions import in_words, trained_under
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -34,10 +35,25 @@ def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict
     shutil.rmtree(aside, ignore_errors=True)
     try:
         policy.export(aside)
+        _describe(aside / "README.md", policy.kind, found)
         aside.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): name another folder with --out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    show(f"[bold]{out}[/]: {policy.kind} of {found}")
+    show(f"[bold]{out}[/]: {policy.kind} of {found}; its conventions are in README.md")
     return {"checkpoint": str(found), "kind": policy.kind, "exported": str(out)}
+
+
+def _describe(path: Path, kind: str, folder: Path) -> None:
+    """Write the conventions that the policy was trained under, which no community's layout has a place for."""
+    trained = trained_under(folder)
+    rows = {} if trained is None else in_words(trained)
+    text = "Nothing says under which conventions it was trained: the checkpoint does not lie below its run.\n"
+    if rows:
+        table = "".join(f"| {name} | {said} |\n" for name, said in rows.items())
+        text = (
+            f"A program that loads it has to show and to execute what it was trained with:\n\n| | |\n|---|---|\n{table}"
+        )
+    with path.open("a") as file:  # behind that of the base
+        file.write(f"\n# {kind} of {folder.name}\n\n{text}")

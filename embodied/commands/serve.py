@@ -60,7 +60,22 @@ async def _until_ended(server: PolicyServer, bound: socket.socket, loaded: Loade
     host, port = bound.getsockname()[:2]
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     weights = f" of {loaded.checkpoint}" if loaded.checkpoint else ""
-    await server.run(bound, stop, lambda: _say(f"{loaded.policy.kind}{weights} is served at ws://{where}; Ctrl-C ends"))
+    begun = f"{loaded.policy.kind}{weights} is served at ws://{where}; Ctrl-C ends{_conventions(loaded)}"
+    await server.run(bound, stop, lambda: _say(begun))
+
+
+def _conventions(loaded: LoadedPolicy) -> str:
+    """What its clients have to show and to execute, on a line of its own."""
+    env, cameras = loaded.config.env, loaded.spec.cameras
+    shows = f"show pictures {env.orientation}" if cameras else ""
+    takes = f"take the gripper as {env.gripper}" if cameras or env.gripper != "simulator" else ""
+    if not takes:
+        return ""
+    line = f"\nIts clients have to {' and to '.join(filter(None, (shows, takes)))} (docs/serving.md)"
+    as_openpi = env.gripper != "inverted" and (not cameras or env.orientation == "rotated")
+    if env.task.startswith("libero/") and not as_openpi:
+        line += "; those of vla-eval's LIBERO are converted; openpi's own show them rotated, take it as simulator"
+    return line
 
 
 def _loaded(run: str, config: Config, named: Path | None, runs_dir: Path) -> LoadedPolicy:

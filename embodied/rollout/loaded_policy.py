@@ -121,6 +121,8 @@ def _numbers(name: str, value: Any, kind: type) -> npt.NDArray[Any]:
         found = np.array(value)
         if found.dtype.kind not in "biuf" or (kind is np.uint8 and found.dtype != np.uint8):
             raise ValueError(f"the dtype {found.dtype}")
+        if found.dtype.kind == "f" and not np.isfinite(found).all():
+            raise ValueError("a number that is not finite")
         return found.astype(kind, order="C", copy=False)
     except (TypeError, ValueError) as error:
         raise UserError(f"{name} is {kind.__name__} for the policy, got {str(error)[:200]}") from error

@@ -144,6 +144,8 @@ class PolicyServer:
         conventions: dict[str, str] = {"gripper": config.env.gripper}
         if spec.cameras:
             conventions["orientation"] = config.env.orientation
+        if config.env.control_mode is not None:
+            conventions["control_mode"] = config.env.control_mode
         return {
             EXTENSION: {
                 "policy": self._loaded.policy.kind,
@@ -234,7 +236,7 @@ class PolicyServer:
     async def _talk_vla_eval(self, client: ServerConnection) -> None:
         chunk = np.zeros((0, 0), np.float32)
         """The env steps that were decided and not yet asked for."""
-        asked = 0
+        asked, benchmark = 0, None
         async for data in client:
             begin, seq = time.monotonic(), 0
             try:
@@ -242,13 +244,16 @@ class PolicyServer:
                 seq = message.seq
                 match message.type:
                     case "hello":
-                        await client.send(vla_eval.pack("hello", self._hello(), seq))
+                        benchmark = message.payload.get("benchmark")
+                        await client.send(vla_eval.pack("hello", self._hello(benchmark), seq))
                     case "episode_start":
                         chunk = chunk[:0]
                     case "observation":
                         if not len(chunk):
-                            seen = vla_eval.observation(message.payload, self._keys)
-                            chunk = await self._decided(seen, message.data, asked)
+                            convert = self._conversion(benchmark)
+                            seen = vla_eval.observation(message.payload, self._keys, convert)
+                            decided = await self._decided(seen, message.data, asked, convert.turn)
+                            chunk = convert.executed(decided)
                             asked += 1
                             self._answered(begin)
                         action, chunk = chunk[0], chunk[1:]
@@ -261,10 +266,19 @@ class PolicyServer:
                 self._times.refused += 1
                 await client.send(vla_eval.pack("error", {"error": str(error)}, seq))
 
-    def _hello(self) -> dict[str, Any]:
-        cameras, reads = self._loaded.spec.cameras, self._loaded.config.policy.reads
-        shown_too = {"send_wrist_image": len(cameras) > 1, "send_state": "proprio" in reads}
-        return vla_eval.hello(self._loaded.policy.kind, shown_too, self.metadata)
+    def _hello(self, benchmark: Any) -> dict[str, Any]:
+        try:
+            convert = self._conversion(benchmark)
+        except UserError as error:
+            _log.warning("a client of vla-eval is refused: %s", error)  # it shows nobody the answer
+            raise
+        if convert.note:
+            _log.warning("%s", convert.note)
+        return vla_eval.hello(self._loaded.policy.kind, convert, self.metadata)
+
+    def _conversion(self, benchmark: Any) -> vla_eval.Conversion:
+        """Raises `UserError` for a client of another robot."""
+        return vla_eval.conversion(benchmark, self._loaded.config, self._loaded.spec.cameras)
 
     def _answered(self, begin: float) -> float:
         """Count a request that came at `begin`; its latency."""
@@ -273,11 +287,14 @@ class PolicyServer:
         self._times.latencies_s.append(latency_s)
         return latency_s
 
-    async def _decided(self, observation: Any, message: bytes, asked: int) -> np.ndarray:
-        """Action chunks [C, A] for one observation, [B, C, A] for several. Raises `UserError`, `PolicyError`."""
+    async def _decided(
+        self, observation: Any, message: bytes, asked: int, turn: tuple[int, int] = (1, 1)
+    ) -> np.ndarray:
+        """Action chunks [C, A] for one observation, [B, C, A] for several. `turn`: steps over the rows and columns of
+        its pictures. Raises `UserError`, `PolicyError`."""
         if not isinstance(observation, Mapping):
             raise UserError(f"a request is a map of an observation's parts, got {shown(observation)}")
-        inputs, batched = self._loaded.inputs(self._named(observation))
+        inputs, batched = self._loaded.inputs(self._named(observation, turn))
         noise = self._noise(observation, message, asked, rows_of(inputs))
         answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Request(inputs, noise, not batched, answer))
@@ -285,7 +302,7 @@ class PolicyServer:
         chunk = await answer
         return chunk if batched else chunk[0]
 
-    def _named(self, observation: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(self, observation: Mapping[str, Any], turn: tuple[int, int]) -> dict[str, Any]:
         """The observation as `LoadedPolicy.act` takes it, pictures resized. Raises `UserError` for what is missing."""
         found: dict[str, Any] = {}
         for name, key in self._keys.items():
@@ -296,27 +313,23 @@ class PolicyServer:
                 raise UserError(f"the observation lacks {key!r}, which the policy reads as its {name}; it has {has}")
             value = observation[key]
             if name.startswith(CAMERA):
-                found.setdefault("images", {})[name.removeprefix(CAMERA)] = self._resized(key, value)
+                pictures = _pictures(key, value)[..., :: turn[0], :: turn[1], :]
+                found.setdefault("images", {})[name.removeprefix(CAMERA)] = self._resized(pictures)
             else:
-                found[name] = value
+                found[name] = _text(key, value) if name == "instruction" else value
         return found
 
     def _is_read(self, name: str) -> bool:
         return name.startswith(CAMERA) or name in self._loaded.config.policy.reads
 
-    def _resized(self, key: str, picture: Any) -> Any:
-        """The picture at the size that the policy reads, fitted in with black at the sides, unless its client has done
-        so for the network."""
+    def _resized(self, pictures: np.ndarray) -> np.ndarray:
+        """Pictures uint8 [..., H, W, 3] at the size that the policy reads, fitted in with black at the sides, unless
+        their client has done so for the network."""
         size = self._loaded.spec.image_size
-        if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8 or picture.ndim not in (3, 4):
-            dtype, shape = getattr(picture, "dtype", type(picture).__name__), getattr(picture, "shape", ())
-            raise UserError(f"{key} is a picture uint8 [H, W, 3], or a batch of such; got {dtype} {list(shape)}")
-        if picture.shape[-3:-1] in {(side, side) for side in self._loaded.image_sizes}:
-            return picture
-        if picture.shape[-1] != 3 or not all(picture.shape):
-            raise UserError(f"{key} is a picture uint8 [H, W, 3], or a batch of such; got {list(picture.shape)}")
-        resized = fit_square(torch.from_numpy(picture.reshape(-1, *picture.shape[-3:]).copy()), size, "bilinear")
-        return resized.numpy().reshape(*picture.shape[:-3], size, size, 3)
+        if pictures.shape[-3:-1] in {(side, side) for side in self._loaded.image_sizes}:
+            return pictures
+        resized = fit_square(torch.from_numpy(pictures.reshape(-1, *pictures.shape[-3:]).copy()), size, "bilinear")
+        return resized.numpy().reshape(*pictures.shape[:-3], size, size, 3)
 
     def _noise(self, observation: Mapping[str, Any], message: bytes, asked: int, rows: int) -> Tensor | None:
         """[B, Z]: what the client sends; or else drawn by the seed, the request and how many its client sent before, so
@@ -399,3 +412,32 @@ class PolicyServer:
             )
             return Response(HTTPStatus.OK, HTTPStatus.OK.phrase, headers, body)
         return None
+
+
+def _pictures(key: str, value: Any) -> np.ndarray:
+    """Pictures uint8 [H, W, 3], or [B, H, W, 3], of what a client sends: as openpi's own server, also with the channels
+    first, and of real numbers in [0, 1]. Raises `UserError` for others."""
+    dtype, shape = getattr(value, "dtype", type(value).__name__), list(getattr(value, "shape", ()))
+    says = f"{key} is a picture uint8 [H, W, 3] or [3, H, W], or of real numbers from 0 to 1, or a batch of such; got"
+    if not isinstance(value, np.ndarray) or value.ndim not in (3, 4) or not value.size:
+        raise UserError(f"{says} {dtype} {shape}")
+    if value.shape[-1] != 3 and value.shape[-3] == 3:
+        value = np.moveaxis(value, -3, -1)
+    if value.shape[-1] != 3 or (value.dtype != np.uint8 and value.dtype.kind != "f"):
+        raise UserError(f"{says} {dtype} {shape}")
+    if value.dtype == np.uint8:
+        return value
+    low, high = float(value.min()), float(value.max())
+    if not (low >= 0 and high <= 1):  # not a number is neither
+        raise UserError(f"{says} {dtype} from {low:g} to {high:g}")
+    return (255 * value).astype(np.uint8)
+
+
+def _text(key: str, value: Any) -> Any:
+    """An instruction in UTF-8 as a text. Raises `UserError` for other bytes."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key} is an instruction, a text in UTF-8; got {shown(value)}") from error

@@ -8,24 +8,32 @@ A message is a msgpack map of `type`, `payload`, `seq` and `timestamp`; an array
 a picture one of a PNG's or JPEG's bytes. Of an observation are read `images` (in their order those of the policy's
 cameras), `states` (as `proprio`) and `task_description` (as the instruction).
 
-Source of the format: vla_eval/protocol, connection.py and benchmarks/libero of vla-eval 0.8.0.
+Its hello names the benchmark. Those of LIBERO's robot show pictures `rotated`, and take the gripper as the simulator
+does: both are converted from what a policy of LIBERO was trained under (`conversion`).
+
+Source of the format: vla_eval/protocol, connection.py, specs.py and benchmarks/libero of vla-eval 0.8.0.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgpack
 import numpy as np
 from PIL import Image
 
+from embodied.config.schema import Config
 from embodied.errors import UserError, shown
 from policies.remote.keys import CAMERA
 from policies.remote.messages import NUMBERS
+from sim_farm.catalogue import CATALOGUE
+from sim_farm.contract import Float32, Gripper
+from sim_farm.conventions import turns, with_own_gripper
 
 PATH = "/vla-eval"
 VERSION = 1
@@ -73,24 +81,117 @@ def unpack(data: str | bytes) -> Message:
     return Message(str(found.get("type")), found["payload"], seq, data)
 
 
-def observation(payload: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+# --- a client's conventions, beside those of the policy
+
+
+LIBERO = re.compile(r"vla_eval\.benchmarks\.(libero|libero_plus|libero_pro|libero_mem|robocerebra)\.")
+"""Benchmarks of LIBERO's robot, by the module that a client's hello names."""
+OWN = "vla_eval.benchmarks."
+"""Begins the names of all benchmarks that are vla-eval's own."""
+PICTURES = {"agentview": "agentview", "robot0_eye_in_hand": "wrist"}
+"""Names of the pictures of those benchmarks, by LIBERO's cameras."""
+ACTION_SPEC = {
+    "position": {"name": "position", "dims": 3, "format": "delta_xyz", "range": [-1, 1]},
+    "rotation": {"name": "rotation", "dims": 3, "format": "axis_angle", "range": [-3.15, 3.15]},
+    "gripper": {"name": "gripper", "dims": 1, "format": "binary_close_positive", "range": [-1, 1]},
+}
+"""What a policy of LIBERO answers, in the words by which vla-eval compares a server with a benchmark."""
+SEEN = {"name": "image", "dims": 0, "format": "rgb_hwc_uint8"}
+STATE = {"name": "state", "dims": 8, "format": "eef_pos3_axisangle3_gripper2"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """From the conventions of a client's benchmark to those of the policy's training, and back."""
+
+    turn: tuple[int, int] = (1, 1)
+    """Steps over the rows and columns of a client's pictures that give them as the policy sees them."""
+    gripper: Gripper = "simulator"
+    """Convention of the policy's actions; the client takes the simulator's own."""
+    pictures: Mapping[str, str] = field(default_factory=dict)
+    """Names of the client's pictures by the policy's cameras; empty: they come in the cameras' order."""
+    shows: Mapping[str, Any] = field(default_factory=dict)
+    """What the benchmark is asked to show."""
+    specs: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of the answer to hello by which the client compares both."""
+    note: str = ""
+    """Sentence about what is not known of the client."""
+
+    def executed(self, actions: Float32) -> Float32:
+        """The policy's actions [C, A] as the client takes them."""
+        return with_own_gripper(actions, self.gripper)
+
+
+def conversion(benchmark: Any, config: Config, cameras: Sequence[str]) -> Conversion:
+    """The conversion between a client of the `benchmark` (None: it names none, and is taken to be of the policy's
+    simulator) and a policy that was trained so and sees these cameras. Raises `UserError` where there is none."""
+    simulator, reads = config.env.task.partition("/")[0].rpartition(":")[2], config.policy.reads
+    named = benchmark if isinstance(benchmark, str) else ""
+    is_libero = LIBERO.match(named) is not None
+    if (is_libero and simulator != "libero" and simulator in CATALOGUE) or (
+        simulator == "libero" and named.startswith(OWN) and not is_libero
+    ):
+        raise UserError(
+            f"the policy was trained in {config.env.task}, and the client evaluates {shown(named)}, whose robot, "
+            "gripper and pictures are others: serve a policy of that robot"
+        )
+    hidden = [name for name in ("state", "episode") if name in reads]
+    if hidden:
+        raise UserError(
+            f"the policy reads {hidden[0]}, which no client of vla-eval shows: serve one without (policy.reads)"
+        )
+    shows: dict[str, Any] = {"send_wrist_image": len(cameras) > 1, "send_state": "proprio" in reads}
+    unseen = [camera for camera in cameras if camera not in PICTURES]
+    in_order = f"its pictures are taken for those of {', '.join(cameras)}, in their order" if cameras else ""
+    if simulator != "libero":
+        orientation = f" and {config.env.orientation}; " if cameras else ""
+        note = (
+            f"nothing is known here of the conventions of a client that evaluates {named or config.env.task}: "
+            f"{in_order}{orientation}actions are answered as {simulator} takes them"
+        )
+        return Conversion(gripper=config.env.gripper, shows=shows, note=note)
+    shows["send_wrist_image"] |= "robot0_eye_in_hand" in cameras
+    if shows["send_state"]:
+        shows["quat_no_antipodal"] = True  # robosuite's axis-angle, as LIBERO's backend here has it
+    theirs, ours = turns("rotated", True), turns(config.env.orientation, True)
+    seen = {
+        "agentview": SEEN,
+        **({"wrist": SEEN} if shows["send_wrist_image"] else {}),
+        **({"state": STATE} if shows["send_state"] else {}),
+    }
+    return Conversion(
+        turn=(theirs[0] * ours[0], theirs[1] * ours[1]),
+        gripper=config.env.gripper,
+        pictures={} if unseen else {camera: PICTURES[camera] for camera in cameras},
+        shows=shows,
+        specs={"action_spec": ACTION_SPEC, "observation_spec": seen},
+        note=f"vla-eval's LIBERO does not show {', '.join(unseen)}: {in_order}" if unseen else "",
+    )
+
+
+def observation(payload: Mapping[str, Any], keys: Mapping[str, str], convert: Conversion) -> dict[str, Any]:
     """The observation with the policy server's keys, which are given by name. What a policy does not read may lack."""
     said: dict[str, Any] = {"proprio": payload.get("states"), "instruction": payload.get("task_description")}
     pictures = payload.get("images")
     if isinstance(pictures, Mapping):
         cameras = [name for name in keys if name.startswith(CAMERA)]
-        said |= dict(zip(cameras, pictures.values(), strict=False))
+        if convert.pictures and PICTURES["agentview"] in pictures:
+            named = [convert.pictures.get(name.removeprefix(CAMERA)) for name in cameras]
+            said |= {camera: pictures.get(name) for camera, name in zip(cameras, named, strict=True)}
+        else:
+            said |= dict(zip(cameras, pictures.values(), strict=False))
     return {keys[name]: value for name, value in said.items() if value is not None}
 
 
-def hello(kind: str, reads: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer to a client's hello: `reads` is what its benchmark is to show, `metadata` the server's own."""
+def hello(kind: str, convert: Conversion, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer to a client's hello; `metadata` is the server's own."""
     return {
         "harness_version": "embodied",
         "protocol_version": VERSION,
         "model_server": kind,
         "capabilities": {},
-        "observation_params": dict(reads),
+        "observation_params": dict(convert.shows),
+        **convert.specs,
         **metadata,
     }
 

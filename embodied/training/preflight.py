@@ -114,8 +114,8 @@ def check_own_evaluation(config: Config) -> None:
     `check_run` does."""
     protocol = protocol_of(config)
     applied = protocol.applied(config, protocol.tasks[0])
-    check_evaluation(applied, protocol.tasks)
     check_alike("the policy of this run", config, applied, protocol=published(config))
+    check_evaluation(applied, protocol.tasks)
 
 
 def check_subject(config: Config, tasks: Iterable[str], folder: Path | None, protocol: str | None = None) -> None:

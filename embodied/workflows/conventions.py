@@ -89,6 +89,24 @@ def notes_on(folder: Path, here: Config) -> list[str]:
     return [_sentence(str(folder), [difference]) for difference in differences(trained, here)]
 
 
+def in_words(trained: Config) -> dict[str, str]:
+    """The conventions under which a policy was trained, for people: what another program has to show and to execute."""
+    env, policy = trained.env, trained.policy
+    said = {"task": env.task, "reads": ", ".join(policy.reads)}
+    if "images" in policy.reads:
+        said["cameras"] = (
+            f"the first {env.cameras} of the task" if isinstance(env.cameras, int) else ", ".join(env.cameras)
+        )
+        said["pictures"] = f"{env.orientation} (env.orientation), {env.image_size} x {env.image_size} pixels"
+    if not policy_class(policy.kind).chooses:
+        said["gripper"] = f"{env.gripper} (env.gripper)"
+        said["control mode"] = _shown(env.control_mode)
+        said["chunk"] = f"{policy.chunk} actions are executed of a decision"
+    if transforms := policy.options.get("transforms"):
+        said["transforms"] = f"{transforms}, between these and the network: no part of this directory"
+    return said
+
+
 def overruled(own: Config, here: Config) -> list[str]:
     """Sentences about conventions that the configuration of a pretrained policy says, and that are others `here`, since
     a protocol determines them. What it leaves at the default says nothing."""

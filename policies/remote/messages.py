@@ -3,7 +3,8 @@
 A client opens a websocket. The server sends a map, its metadata. The client then sends a map for each observation, and
 the server answers with a map that has `actions`, or with a text where something went wrong.
 
-What is read is data: numbers, texts, lists, maps and arrays of numbers. No pickle, no array of objects or structures.
+What is read is data: numbers, texts, lists, maps and arrays of numbers; one of texts is read as texts. No pickle, no
+array of objects or structures.
 
 Source of the format: packages/openpi-client/src/openpi_client/msgpack_numpy.py of Physical-Intelligence/openpi.
 """
@@ -22,6 +23,8 @@ from policies.errors import PolicyError, shown
 ARRAY, SCALAR = b"__ndarray__", b"__npgeneric__"
 NUMBERS = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 """Dtypes that are read: truth values, whole numbers, real numbers."""
+TEXTS = re.compile(r"[<>=|]?U[1-9][0-9]{0,5}")
+"""Dtypes of texts, as NumPy has an instruction."""
 LARGEST = 2**28
 """Bytes of the largest message: 256 MiB, some hundred observations of two large pictures."""
 
@@ -58,7 +61,7 @@ def _unpacked(found: dict[Any, Any]) -> Any:
     if ARRAY not in found and SCALAR not in found:
         return found
     name, data = found[b"dtype"], found[b"data"]
-    if not isinstance(name, str) or not NUMBERS.fullmatch(name):
+    if not isinstance(name, str) or not (NUMBERS.fullmatch(name) or TEXTS.fullmatch(name)):
         raise PolicyError(f"an array of the dtype {shown(name)}: arrays are of numbers")
     dtype = np.dtype(name)
     if SCALAR in found:
@@ -67,4 +70,9 @@ def _unpacked(found: dict[Any, Any]) -> Any:
     sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     if not sizes or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
         raise PolicyError(f"an array whose bytes are not those of the shape {shown(shape)} and dtype {name}")
-    return np.frombuffer(data, dtype).reshape(shape)
+    array = np.frombuffer(data, dtype).reshape(shape)
+    if dtype.kind != "U":
+        return array
+    for text in array.flat:
+        str(text).encode()  # a surrogate is no text
+    return array.tolist()

@@ -28,6 +28,8 @@ EXTENSION = "embodied"
 """Entry of a server's metadata with what openpi's protocol does not have: a server of this project has one."""
 NOISE = "embodied/noise"
 """Key of the noise float32 [Z] or [B, Z] of a decision; None: its mode. Without the key the server decides which."""
+CONVENTIONS = ("orientation", "gripper", "control_mode")
+"""Settings of the environment that a server of this project names."""
 RESIZED = 224
 """Side in pixels of the pictures that openpi's clients send."""
 
@@ -84,8 +86,22 @@ class Remote(Policy):
         self.noise_dim = 0 if self._ours is None else int(self._ours["noise_dim"])
         size = options.image_size
         self._image_size = (RESIZED if self._ours is None else 0) if size is None else size
+        if self._ours is not None:
+            self._check_cameras(self._ours.get("keys"))
         self._threads = ThreadPoolExecutor(options.connections, "remote policy")
         self._decide(_blank(spec), None, options.first_timeout_s)
+
+    def _check_cameras(self, theirs: Any) -> None:
+        """Raise `PolicyError` where the server takes the picture of a camera for that of another."""
+        for camera in self.spec.cameras:
+            name = f"{CAMERA}{camera}"
+            key = theirs.get(name) if isinstance(theirs, Mapping) else None
+            if key is not None and key != self._keys[name]:
+                raise PolicyError(
+                    f"the policy server at {self.options.address} reads the camera {camera} as {shown(key)}, and it is "
+                    f"sent as {self._keys[name]!r}: name env.cameras in the order of the served policy, or set "
+                    f"policy.options.keys to {{{name}: {key}}}"
+                )
 
     @classmethod
     def check_files(cls, architecture: Mapping[str, Any]) -> None:
@@ -104,10 +120,10 @@ class Remote(Policy):
         """What a server of this project says of the environments that its policy was trained in."""
         options = RemoteOptions(**architecture)
         ours = _extension(metadata_of(options.address, options.timeout_s))
-        conventions = {} if ours is None else ours.get("conventions", {})
-        return {
-            setting: (f"address is of a policy served by {EXTENSION}", said) for setting, said in conventions.items()
-        }
+        conventions = None if ours is None else ours.get("conventions")
+        said = conventions if isinstance(conventions, Mapping) else {}
+        by = f"address is of a policy served by {EXTENSION}"
+        return {setting: (by, str(said[setting])) for setting in CONVENTIONS if setting in said}
 
     @classmethod
     def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
@@ -116,7 +132,8 @@ class Remote(Policy):
             return ()
         return (
             f"the server at {options.address} draws its own noise, or none: eval.greedy does not reach it, and another "
-            "evaluation may decide otherwise",
+            "evaluation may decide otherwise. It does not say under which env.orientation, env.gripper and "
+            "env.control_mode its policy was trained: those of the environments are taken",
         )
 
     @torch.no_grad()

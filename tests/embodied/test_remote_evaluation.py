@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 
 import embodied
+import policies
 from embodied import cli
 from embodied.commands.evaluate import evaluate_run
-from embodied.config.files import save_config
+from embodied.config.files import save_config, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.folder import read_folder
@@ -207,6 +209,22 @@ def test_environments_of_another_convention_than_the_served_policys_are_refused(
             "policy": {**STATES["policy"], "reads": ["images", "proprio"], "options": {"address": address}},
         }
         evaluate_run("remote", config(base, **pictures), None, tmp_path, into=tmp_path / "e")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("gripper", "inverted"), ("control_mode", "pd_ee_delta_pos")])
+def test_a_gripper_or_control_mode_of_another_training_is_refused(setting: str, value: str, tmp_path: Path) -> None:
+    loaded = small_policy()
+    served = replace(loaded, config=with_settings(loaded.config, {f"env.{setting}": value}, "test"))
+    with serving(served) as (address, _), pytest.raises(UserError, match=f"set env.{setting} to {value}"):
+        policy = {**STATES["policy"], "reads": ["images", "proprio"], "options": {"address": address}}
+        pictures = {"cameras": 1, "image_size": 32, "task": "tabletop/reach"}
+        evaluate_run("remote", config({**STATES, "policy": policy}, env=pictures), None, tmp_path, into=tmp_path / "e")
+
+
+def test_cameras_in_another_order_than_the_served_policys_are_refused() -> None:
+    spec = replace(small_policy().spec, cameras=("wrist", "base"))
+    with serving(small_policy()) as (address, _), pytest.raises(PolicyError, match="reads the camera wrist as"):
+        policies.build("remote", spec, 0, address=address)
 
 
 # --- the published client
