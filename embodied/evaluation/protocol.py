@@ -276,7 +276,8 @@ class Protocol:
                 "ignore_terminations": self.ignore_terminations,
             }
         )
-        return config.model_copy(update={"env": env, "policy": policy, "eval": evaluation, "seed": self.seed})
+        update = {"env": env, "extra_tasks": (), "policy": policy, "eval": evaluation, "seed": self.seed}
+        return config.model_copy(update=update)
 
     def check(self, task: str, info: TaskInfo) -> None:
         """Raise `UserError` if the task lacks an initial state that a trial begins from, or if the simulator that runs
