@@ -312,7 +312,7 @@ class RewardArguments:
 @dataclass(frozen=True)
 class ExportArguments:
     """Write a run's policy as its community's own programs load it: for OpenVLA a Hugging Face directory, an adapter
-    merged into the weights."""
+    merged into the weights. Its README.md says under which conventions it was trained."""
 
     run: tyro.conf.Positional[str]
     """A run's folder, or its name below --runs-dir."""

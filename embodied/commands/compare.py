@@ -34,7 +34,7 @@ from embodied.reporting.tables import table
 from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.statistics import typical
-from embodied.training.preflight import check_run
+from embodied.training.preflight import check_begun, check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import DeviceRange, Plan, Simulation
 
@@ -83,6 +83,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"trace": True})})
+    check_begun(config)
     check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started

@@ -17,7 +17,7 @@ from embodied.planning.profiler import profile_config
 from embodied.planning.run_plans import make_folder
 from embodied.run import RUNS
 from embodied.run.folder import with_init
-from embodied.training.preflight import check_run
+from embodied.training.preflight import check_begun, check_run
 from embodied.workflows.sizes import tasks_of
 from schedulers import ComponentProfile, Profile
 
@@ -28,6 +28,7 @@ def run(args: Arguments) -> dict[str, Any]:
 
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
     """Measure the components of a run, those of all of its tasks, and write the profile."""
+    check_begun(config)
     check_run(config)
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:

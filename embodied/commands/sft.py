@@ -18,9 +18,10 @@ from embodied.reporting.trackers import check_packages, tracked
 from embodied.run.folder import begun_from, open_run_folder
 from embodied.run.saved_settings import find_run, recorded_settings
 from embodied.training.preflight import (
+    check_begun,
     check_evaluation,
     check_own_evaluation,
-    check_resumed,
+    goes_on,
     say_conventions,
 )
 from embodied.training.sft import STAGE, imitate
@@ -69,12 +70,13 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = _with_data(begun_from(config, runs_dir, resume), runs_dir, resume)
     check_packages(config.track)
-    if resume and config.name:
-        check_resumed(config, runs_dir / config.name)
+    run_dir = runs_dir / config.name if resume and config.name else None
+    if run_dir is not None and goes_on(run_dir):
+        check_begun(config, run_dir)
+    elif config.policy.init is not None:  # demonstrations may teach it other conventions
+        say_conventions(config, config.policy.init)
     check_evaluation(config, (config.env.task,))
     check_own_evaluation(config)
-    if config.policy.init is not None:  # demonstrations may teach it other conventions
-        say_conventions(config, config.policy.init)
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if found is not None:

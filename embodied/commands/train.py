@@ -29,9 +29,10 @@ def run(args: Arguments) -> dict[str, Any]:
         runtime = settings.runtime.model_copy(update={"address": args.cluster})
         settings = settings.model_copy(update={"runtime": runtime})
     if args.dry_run:
+        from embodied.run.folder import begun_from
         from embodied.training.dry_run import dry_run
 
-        return dry_run(settings)
+        return dry_run(begun_from(settings, args.runs_dir, args.resume == "auto"))
     if args.seeds or args.sweep:
         return train_variants(settings, args.config, args.runs_dir, args.resume == "auto", args.seeds, args.sweep)
     return train_run(settings, args.config, args.runs_dir, args.resume == "auto")
@@ -46,11 +47,13 @@ def train_variants(
     """
     from embodied.reporting.runs_page import write_runs_page
     from embodied.run.folder import begun_from
-    from embodied.training.preflight import check_training
+    from embodied.training.preflight import check_begun, check_training
 
     every = variants(config, source, seeds, sweep)
     for variant in every:
-        check_training(begun_from(variant, runs_dir, resume))
+        begun = begun_from(variant, runs_dir, resume)
+        check_begun(begun, runs_dir / (variant.name or "") if resume else None)
+        check_training(begun)
         if not resume and (runs_dir / (variant.name or "")).exists():
             raise UserError(
                 f"the run folder {runs_dir / (variant.name or '')} exists: choose another --name, or go on "
@@ -79,11 +82,10 @@ def train_run(
     from embodied.reporting.trackers import tracked
     from embodied.run.folder import begun_from, open_run_folder
     from embodied.training import loop
-    from embodied.training.preflight import check_resumed, check_training
+    from embodied.training.preflight import check_begun, check_training
 
     config = begun_from(config, runs_dir, resume)
-    if resume and config.name:
-        check_resumed(config, runs_dir / config.name)
+    check_begun(config, runs_dir / config.name if resume and config.name else None)
     check_training(config)
     with (
         open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found),

@@ -13,7 +13,7 @@ from embodied.config.schema import Config
 from embodied.devices import decide
 from embodied.execution.assignment import Assignment, configured, frame_rows, memory_rounds
 from embodied.rollout.policy_worker import blank_inputs
-from embodied.training.preflight import check_training
+from embodied.training.preflight import check_begun, check_training
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
 from embodied.workflows.context import check_same_sizes, make_policy, policy_spec, task_spec
 from embodied.workflows.recipes import recipe_of
@@ -30,6 +30,7 @@ GRADIENT_AND_MOMENTS = 3
 def dry_run(config: Config) -> dict[str, Any]:
     """Check the run, ask one environment of each task for its sizes, and build the policy. Returns the figures that it
     prints; raises as `check_training` does, and `PolicyError` for a policy that does not fit the task."""
+    check_begun(config)
     check_training(config)
     tasks = tasks_of(config)
     infos = [InProcess().describe(task_spec(task)) for task in tasks]

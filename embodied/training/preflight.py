@@ -49,7 +49,6 @@ def check_run(config: Config) -> None:
     check_workflow(recipe_of(config))
     check_components(config)
     check_policy(config)
-    check_begun(config)
     check_starts(config)
     check_task_curriculum(config)
     for task in tasks_of(config):
@@ -86,27 +85,28 @@ def check_components(config: Config) -> None:
             check(config)
 
 
-def check_begun(config: Config) -> None:
-    """Compare the conventions under which the policy of `policy.init` was trained with the run's. Raises `UserError`
-    where it is wrong by construction: no reward teaches it the others."""
-    if config.policy.init is not None:
-        init = config.policy.init
-        check_checkpoint(
-            init, config, f"teach it these by demonstrations first (embodied sft CONFIG --policy.init {init})"
-        )
+def check_begun(config: Config, run_dir: Path | None = None) -> None:
+    """Compare the conventions under which the policy that the run begins with was trained with the run's: those that
+    the run `run_dir` recorded where it goes on, else those of `policy.init`. Raises `UserError` where it is wrong by
+    construction: no reward teaches it others."""
+    init = config.policy.init
+    if run_dir is not None and goes_on(run_dir):
+        check_alike(str(run_dir), recorded_settings(run_dir), config, "begin another run under another --name")
+    elif init is not None:
+        sft = f"teach it these by demonstrations first (embodied sft CONFIG --policy.init {init})"
+        check_checkpoint(init, config, sft)
         say_conventions(config, init)
+
+
+def goes_on(run_dir: Path) -> bool:
+    """True if the run has a checkpoint to go on from."""
+    return any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
 
 
 def say_conventions(config: Config, folder: Path) -> None:
     """Log in which conventions the policy of the checkpoint `folder` acts otherwise than it was trained."""
     for note in notes_on(folder, config):
         _say(note)
-
-
-def check_resumed(config: Config, run_dir: Path) -> None:
-    """Raise `UserError` where a run would go on under conventions by which what it has learned is wrong."""
-    if any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root)):
-        check_alike(str(run_dir), recorded_settings(run_dir), config, "begin another run under another --name")
 
 
 def check_own_evaluation(config: Config) -> None:

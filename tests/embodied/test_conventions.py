@@ -18,7 +18,7 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import protocol_of
-from embodied.training.preflight import check_own_evaluation
+from embodied.training.preflight import check_begun, check_own_evaluation
 from embodied.workflows.conventions import check_checkpoint, differences, notes_on, overruled
 from tests.embodied.evaluations import trained
 
@@ -30,7 +30,7 @@ PICTURES: dict[str, dict[str, Any]] = {
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
     "rollout": {"decisions": 4},
-    "eval": {"episodes": 2, "videos": 2},
+    "eval": {"episodes": 2, "videos": 0},
 }
 
 
@@ -106,6 +106,7 @@ def test_a_task_has_the_conventions_that_it_was_trained_with() -> None:
 DOORS = {
     "init": ["train", "CONFIG", "--policy.init", "RUN", "--env.orientation", "upright"],
     "resume": ["train", "CONFIG", "--name", "turned", "--resume", "auto", "--env.orientation", "upright"],
+    "dry run": ["train", "CONFIG", "--policy.init", "RUN", "--env.orientation", "upright", "--dry-run"],
     "eval": ["eval", "RUN", "--env.orientation", "upright"],
     "checkpoint": ["eval", "OTHER", "--checkpoint", "CHECKPOINT"],
     "record": ["record", "RUN", "--env.orientation", "upright", "--out", "RUN/../recorded"],
@@ -126,6 +127,15 @@ def test_every_door_refuses_pictures_that_are_turned(
     assert cli.main([*words, *given, *([] if door == "plan" else ["--runs-dir", str(runs)])]) == 2
     assert "was trained with env.orientation rotated" in (error := capsys.readouterr().err), error
     assert "Traceback" not in error
+
+
+def test_a_run_goes_on_whatever_it_once_began_from(runs: Path) -> None:
+    """It has learned since, by demonstrations or before this was compared."""
+    init = other(runs / "plain").model_copy(update={"name": "plain"})
+    begun = with_settings(init, {"policy.init": str(checkpoint_of(runs / "turned"))}, "test")
+    with pytest.raises(UserError, match="teach it these by demonstrations"):
+        check_begun(begun)
+    check_begun(begun, runs / "plain")
 
 
 def test_a_policy_is_loaded_with_the_settings_of_its_own_run(runs: Path) -> None:

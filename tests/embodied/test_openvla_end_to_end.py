@@ -113,6 +113,8 @@ def test_what_is_exported_acts_as_the_run_does(steps: Steps, tmp_path: Path) -> 
     assert (says(merged, steps.demos) - says(own, steps.demos)).abs().max() < 1e-5
     statistics = json.loads((out / "dataset_statistics.json").read_text())
     assert DEMONSTRATIONS in statistics
+    env, says_so = steps.config.env, (out / "README.md").read_text()
+    assert f"| pictures | {env.orientation} (env.orientation)" in says_so and f"| gripper | {env.gripper}" in says_so
 
 
 @pytest.mark.slow
