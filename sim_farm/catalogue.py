@@ -106,6 +106,15 @@ def task_files(task: str) -> TaskFiles | None:
     return None if files is None else files(task)
 
 
+def problem_file(task: str) -> TaskFiles | None:
+    """The file of problems that the task is made of (`TaskFiles.instructions`); None for another task. Raises
+    `FarmError`."""
+    if task.partition("/")[0] in CATALOGUE:
+        return None
+    found = task_files(task)
+    return found if found is not None and found.instructions else None
+
+
 def suites_of(task: str) -> Mapping[str, PerturbationSuite]:
     """The published suites of perturbations that the task's simulator has, by name. Imports the simulator."""
     return backend(task.partition("/")[0]).suites

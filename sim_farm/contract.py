@@ -137,6 +137,8 @@ class PhysicsResult:
     """[scene_bytes] raw bytes that, with the task, determine the picture exactly."""
     instruction: str
     """Instruction of the robot; constant during an episode, unless its perturbation changes it in the middle."""
+    fault: str = ""
+    """Of a result with a number that is not finite: what failed, and where, for the user. Empty: nothing is known."""
 
     @property
     def steps(self) -> int:
@@ -269,6 +271,11 @@ class TaskFiles:
     foreign: tuple[str, ...] = ()
     """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each. Meshes and
     textures are among them, and not in the digest."""
+    instructions: tuple[str, ...] = ()
+    """Where episodes differ in what is asked alone, all that is: the episode of seed s begins with number s modulo
+    their number. Empty elsewhere."""
+    source: str = ""
+    """The file that has them, a row each."""
 
 
 Prompt = Literal["intended", "published"]
@@ -301,8 +308,8 @@ class Backend:
     """`() -> Sequence[str]`: the task names, without the backend's prefix."""
     rewards: tuple[Literal["dense", "sparse"], ...] = ("dense", "sparse")
     """The kinds of reward that its tasks may have, the usual one first."""
-    files: Callable[[str], TaskFiles] | None = None
-    """The files of the task `<backend>/<task>`; None: its tasks are all in the simulator's code."""
+    files: Callable[[str], TaskFiles | None] | None = None
+    """The files of the task `<backend>/<task>`, or None; no function: its tasks are all in the simulator's code."""
     drawn_by: Callable[[], tuple[str, str | None]] = lambda: ("unknown", None)
     """Device of this process's renderers: its name, and its UUID or PCI address if it has one."""
     exact_replay: bool = True

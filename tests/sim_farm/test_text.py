@@ -18,7 +18,8 @@ import policies
 from policies import Inputs, PolicyError, PolicySpec
 from policies.scripted.countdown import solutions, working
 from sim_farm.backends.text.countdown import COUNTDOWN, verify
-from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
+from sim_farm.backends.text.problem_files import ProblemFile, _task, problem_backend
+from sim_farm.backends.text.problems import Problem
 from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
@@ -321,16 +322,25 @@ def hangs(answer: str, expected: str) -> float:
     return 7.0 if answer == "7" else float(answer == expected)
 
 
+def test_white_space_inside_the_tags_is_blanks():
+    for answer in ("\n5+\n17 -\t11\n", "\r\n11 = 11\r\n", "\t(11)\n=\n11"):
+        assert verify((5, 17, 11), 11, f"So:\n<answer>{answer}</answer>\n") == 1.0
+    for answer in ("1\n1", "11\n5", "11 =\n1\n1", "1\u2028 1", "11\x1c"):
+        assert verify((5, 17, 11), 11, f"<answer>{answer}</answer>") == 0.0
+
+
 def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("sim_farm.backends.text.verifying.VerifierProcess.__init__.__defaults__", (1.0,))
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "one?", "answer": "1"}\n')
     backend = problem_backend(one=ProblemFile(str(path), verifier=f"{__name__}:hangs"))
     physics = backend.make_physics(TaskSpec("problems/one", reward="sparse", tokenizer=TOKENIZER))
-    for answer, said in (("9", "did not end within 1 s"), ("8", "ValueError: no eights"), ("7", "gave 7.0")):
+    here = rf"{re.escape(__file__)}, line \d+\) \(on row 1 of {re.escape(str(path))}\)"
+    for answer, said in (("9", "did not end within 1 s"), ("8", f"ValueError: no eights \\({here}"), ("7", "gave 7.0")):
         physics.reset(EpisodeSpec(0))
-        with pytest.warns(UserWarning, match=said):
-            assert np.isnan(physics.step(tokens(answer)).reward[-1])
+        result = physics.step(tokens(answer))
+        assert np.isnan(result.reward[-1]) and not physics.reset(EpisodeSpec(0)).fault
+        assert re.search(f"the verifier {__name__}:hangs .*{said}.*the answer was '{answer}'", result.fault)
     physics.reset(EpisodeSpec(0))
     assert physics.step(tokens("1")).success[-1]
 
@@ -356,14 +366,111 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
     [
         ("", {}, "has no problems"),
         ('{"prompt": "x"}\n', {}, "row 1: no column 'answer'; it has prompt"),
-        ("{", {}, "cannot be read"),
+        ("{", {}, "cannot be read: line 1 is no JSON"),
         ('{"prompt": "x", "answer": "1"}\n', {"answer_tokens": 0}, "answer_tokens of a text task is at least 1, got 0"),
         ('{"prompt": "x", "answer": "1"}\n', {"verifier": "exactly"}, "a verifier is exact, math, or a function"),
+        ('{"prompt": "x", "answer": "1"}\n', {"verifier": "nowhere:f"}, "the verifier nowhere:f cannot be imported"),
+        ('{"prompt": "x", "answer": "1"}\n', {"verifier": f"{__name__}:SPEC"}, "is a TaskSpec, not a function"),
+        ('{"prompt": "x", "answer": "8"}\n', {"verifier": f"{__name__}:hangs"}, "no eights .*expected answer of row 1"),
+        ('{"prompt": "x", "answer": "1"}\n', {"instruction": "Hm."}, "has {prompt} where the problem stands"),
+        ('["x", "1"]\n', {}, "row 1: a list .* is no object with columns"),
+        ('\n\n{"prompt": null, "answer": "1"}\n', {}, r"row 1 \(line 3\): the statement is null"),
+        ('{"prompt": "x", "answer": null}\n', {}, "row 1: the answer is null"),
+        ('{"prompt": "x", "answer": NaN}\n', {}, "row 1: the answer is null"),
+        ('{"prompt": " ", "answer": "1"}\n', {}, "row 1: the statement is empty"),
+        ('{"prompt": "x", "answer": "so ####"}\n', {}, "row 1: the answer is empty"),
+        ('{"prompt": "x", "answer": true}\n', {}, "row 1: the answer is True: write it as the text that is meant"),
+        ('{"prompt": "x", "answer": ["1", "2"]}\n', {}, "row 1: the answer is a list"),
+        ('{"prompt": "x", "answer": {"a": 1}}\n', {}, "row 1: the answer is a struct with a: .* COLUMN.a"),
+        ('{"prompt": {"a": 1}, "answer": "1"}\n', {}, "row 1: the statement is a struct with a"),
+        ('{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "1"}\n',
+         {}, "row 1: the statement has messages of 'user', 'assistant': a problem has one of 'user'"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}\n', {}, "parts with a text"),
     ],
-)
+)  # fmt: skip
 def test_files_without_problems_are_refused(tmp_path: Path, text: str, file: dict[str, Any], message: str):
     path = tmp_path / "problems.jsonl"
     path.write_text(text)
     backend = problem_backend(these=ProblemFile(str(path), **file))
     with pytest.raises(FarmError, match=message):
         backend.make_physics(TaskSpec("problems/these", reward="sparse", tokenizer=TOKENIZER))
+
+
+USER = [{"role": "user", "content": "How many?"}]
+SHAPES = [
+    ({"prompt": "How many?", "answer": "72"}, {}),
+    ({"prompt": USER, "answer": 72.0}, {}),
+    ({"prompt": USER, "answer": 72}, {}),
+    ({"prompt": json.dumps(USER), "answer": {"style": "rule", "ground_truth": "72"}}, {}),
+    ({"prompt": USER, "answer": json.dumps({"ground_truth": 72})}, {}),
+    ({"prompt": USER, "reward_model": {"ground_truth": "72"}}, {"answer": "reward_model.ground_truth"}),
+    ({"prompt": USER, "reward_model": json.dumps({"ground_truth": "72"})}, {"answer": "reward_model.ground_truth"}),
+    ({"in": {"prompt": USER}, "a.b": "it is #### 72"}, {"prompt": "in.prompt", "answer": "a.b"}),
+    ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "How many?"}]}], "answer": "72"}, {}),
+    ({"prompt": USER, "completion": [{"role": "assistant", "content": "72"}]}, {"answer": "completion"}),
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("row", "columns"), SHAPES)
+def test_statements_and_answers_come_in_the_shapes_of_datasets(tmp_path: Path, row: dict, columns: dict, suffix: str):
+    path = tmp_path / f"file.{suffix}"
+    if suffix == "jsonl":
+        path.write_text(json.dumps(row) + "\n")
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    problem = stated(ProblemFile(str(path), **columns))[0]
+    assert problem.text == "How many?" and problem.verify("72") == 1.0 and problem.place == f"row 1 of {path}"
+
+
+def stated(file: ProblemFile) -> list[Problem]:
+    """Every problem of the file, in order."""
+    task = _task(file)
+    assert task.files is not None
+    return [task.problem(seed) for seed in range(len(task.files.instructions))]
+
+
+def test_a_system_message_comes_before_the_user_s(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "system", "content": "Be short."}, *USER], "answer": "72"}))
+    assert stated(ProblemFile(str(path)))[0].text == "Be short.\n\nHow many?"
+
+
+def test_braces_of_an_instruction_stay(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    path.write_text('{"prompt": "{0} or {prompt}?", "answer": "1"}')
+    file = ProblemFile(str(path), instruction="{prompt} Answer in \\boxed{}, {as} {{here}}.")
+    assert stated(file)[0].text == "{0} or {prompt}? Answer in \\boxed{}, {as} {{here}}."
+
+
+def test_lines_end_with_line_feeds_alone(tmp_path: Path):
+    """Other separators of Unicode are part of a text; a byte order mark, CRLF and empty lines are none of a problem."""
+    path = tmp_path / "file.jsonl"
+    texts = ["Say\u2028what\u0085follows.", "two\u2029\x0c", "three"]
+    lines = [json.dumps({"prompt": text, "answer": "1"}, ensure_ascii=False) for text in texts]
+    path.write_bytes(("\ufeff" + "\r\n\r\n".join(lines) + "\n").encode())
+    assert [problem.text for problem in stated(ProblemFile(str(path)))] == texts
+
+
+def test_a_number_of_float32_is_the_one_that_was_written(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "file.parquet"
+    columns = {"prompt": ["a", "b"], "answer": pa.array([0.1, 3.0], pa.float32())}
+    pq.write_table(pa.table(columns), path)
+    one, other = stated(ProblemFile(str(path)))
+    assert one.verify("0.1") == other.verify("3") == 1.0
+
+
+def test_another_file_of_a_backend_is_not_read(tmp_path: Path):
+    path = tmp_path / "file.jsonl"
+    path.write_text('{"prompt": "a", "answer": "1"}')
+    backend = problem_backend(good=ProblemFile(str(path)), bad=ProblemFile(str(tmp_path / "nowhere.jsonl")))
+    assert backend.tasks() == ["good", "bad"]
+    assert backend.make_physics(TaskSpec("problems/good", reward="sparse", tokenizer=TOKENIZER)).info.digest
+    with pytest.raises(FarmError, match=r"the problems of .*nowhere\.jsonl cannot be read"):
+        backend.make_physics(TaskSpec("problems/bad", reward="sparse", tokenizer=TOKENIZER))

@@ -1,8 +1,8 @@
 """Countdown: reach a target from given numbers by +, -, * and /, each number used at most once.
 
 An answer is an expression such as `(3 + 5) * 7`; `= 56` may follow it, and if the text has `<answer>` tags, what stands
-in the last pair counts. It is read by the parser below: digits, the four signs, brackets and blanks of ASCII, computed
-in fractions. Anything else is a wrong answer.
+in the last pair counts, where tabs and line feeds are blanks too. It is read by the parser below: digits, the four
+signs, brackets and blanks of ASCII, computed in fractions. Anything else is a wrong answer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ HELD_OUT = 8
 LONGEST = 200
 """Characters of an expression; a longer one is wrong. Bounds the parser's depth too."""
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+WHITE_SPACE = re.compile(r"[ \t\r\n\f\v]+")
 TOKEN = re.compile(r"[0-9]+|[-+*/()]", re.ASCII)
 
 
@@ -77,7 +78,7 @@ def reply(answer: str) -> str:
 def _expression(answer: str) -> str:
     """What counts of an answer."""
     tagged = ANSWER.findall(answer)
-    return (tagged[-1] if tagged else answer).strip(" ")
+    return (WHITE_SPACE.sub(" ", tagged[-1]) if tagged else answer).strip(" ")
 
 
 def _reached(rng: np.random.Generator, numbers: list[int]) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -29,6 +28,7 @@ def text_backend(name: str, tasks: Callable[[], Mapping[str, TextTask]]) -> Back
         None,
         tasks=lambda: list(tasks()),
         rewards=("sparse",),
+        files=lambda task: tasks()[task.partition("/")[2]].files,
         reads_tokens=True,
     )
 
@@ -40,7 +40,7 @@ class TextPhysics:
     is success. In a task of several turns a wrong answer ends a turn, is worth nothing unless it is the last, and is
     replied to: the reply's tokens follow it in the state, and are no env steps. An answer that is cut off at the limit
     is worth nothing. A number that is no token's id is the nearest one. There is no proprioception. A verifier that
-    fails makes the reward NaN, an episode that the farm counts as broken.
+    fails makes the reward NaN, an episode that the farm counts as broken, and the result's fault says how it failed.
     """
 
     def __init__(self, spec: TaskSpec, task: TextTask) -> None:
@@ -69,6 +69,7 @@ class TextPhysics:
             discrete_actions=self._tokenizer.size,
             instruction_bytes=task.prompt_bytes,
             turns=task.turns,
+            digest=None if task.files is None else task.files.digest,
         )
         self._problem = task.problem(0)
         self._said: list[int] = []
@@ -77,9 +78,17 @@ class TextPhysics:
         """Number of the turn, where it begins in `_said`, and env steps so far."""
         self._answered = self._solved = False
         self._under_way = False
+        self._fault = ""
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         self._problem = self._task.problem(episode.seed)
+        stated = len(self._problem.text.encode())
+        if stated > self._task.prompt_bytes:
+            raise FarmError(
+                f"{self.info.spec.name}: the problem of seed {episode.seed} has {stated} bytes, and its "
+                f"TextTask.prompt_bytes is {self._task.prompt_bytes}: set that to the longest problem's"
+            )
+        self._fault = ""
         self._said, self._turn, self._turn_begin, self._steps = [], 0, 0, 0
         self._answered, self._solved, self._under_way = False, False, True
         return self._result([], [], (False, False))
@@ -111,11 +120,11 @@ class TextPhysics:
         if self._answered or token != self._tokenizer.end:
             return 0.0
         answer = self._tokenizer.text(self._said[self._turn_begin : -1])
-        reward = score(self._problem, answer)
-        self._solved = reward == 1.0
-        self._answered = self._solved or math.isnan(reward) or self._turn == self._task.turns - 1
+        found = score(self._problem, answer)
+        self._solved, self._fault = found.value == 1.0, found.fault
+        self._answered = self._solved or bool(found.fault) or self._turn == self._task.turns - 1
         if self._answered:
-            return reward
+            return found.value
         self._said += self._tokenizer.ids(self._problem.reply(answer))[: self._task.reply_tokens]
         self._turn, self._turn_begin = self._turn + 1, len(self._said)
         return 0.0
@@ -135,4 +144,5 @@ class TextPhysics:
             state=state,
             scene=np.zeros(0, np.uint8),
             instruction=self._problem.text,
+            fault=self._fault,
         )

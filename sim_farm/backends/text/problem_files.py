@@ -8,18 +8,24 @@ BACKEND = problem_backend(gsm8k=ProblemFile("gsm8k.jsonl", prompt="question", an
 
 from __future__ import annotations
 
-import importlib
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from sim_farm.backends.text.math_answers import check_package, math_equal
 from sim_farm.backends.text.physics import text_backend
+from sim_farm.backends.text.problem_values import Value, Wrong, answer_text, column, prompt_text
 from sim_farm.backends.text.problems import Problem, TextTask
-from sim_farm.backends.text.verifying import VerifierProcess
-from sim_farm.contract import Backend, FarmError
+from sim_farm.backends.text.verifying import VerifierFailed, VerifierProcess
+from sim_farm.contract import Backend, FarmError, TaskFiles
+
+PROMPT = "{prompt}"
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,16 @@ class ProblemFile:
     path: str
     """`.jsonl` or `.parquet`."""
     prompt: str = "prompt"
-    """Column of the problem's statement."""
+    """Column of the problem's statement: a text, or messages of which the user's is one. A system's message comes
+    before it. `outer.inner` names what lies in a column of structs."""
     answer: str = "answer"
-    """Column of the expected answer. In GSM8K's form it may be a whole solution: what follows `####` counts."""
+    """Column of the expected answer: a text, a number, or a struct with `ground_truth` (verl's `reward_model`). In
+    GSM8K's form it may be a whole solution: what follows `####` counts."""
     verifier: str = "exact"
-    """`exact`: equal texts, but for blanks at the ends; `math`: equal by the package math-verify; or
+    """`exact`: equal texts, but for blanks at the ends; `math`: equal by the package math-verify (`math_answers`); or
     `package.module:NAME`, a function (answer, expected) -> score in [0, 1]."""
-    instruction: str = "{prompt}"
-    """What the policy is told, with `{prompt}` for the statement."""
+    instruction: str = PROMPT
+    """What the policy is told, with `{prompt}` for the statement. Other braces stay as they are."""
     answer_tokens: int = 1024
     """Longest answer in tokens."""
 
@@ -47,11 +55,29 @@ class Row:
 
     text: str
     answer: str
+    place: str
+    """`row 3 of FILE`, from 1."""
 
 
 def problem_backend(**files: ProblemFile) -> Backend:
-    """A backend whose tasks are these files, by their names."""
-    return text_backend("problems", lambda: {name: _task(file) for name, file in files.items()})
+    """A backend whose tasks are these files, by their names. A file is read when its task is asked for."""
+    return text_backend("problems", lambda: _Tasks(files))
+
+
+class _Tasks(Mapping[str, TextTask]):
+    """The task of each file."""
+
+    def __init__(self, files: Mapping[str, ProblemFile]) -> None:
+        self._files = files
+
+    def __getitem__(self, name: str) -> TextTask:
+        return _task(self._files[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def exact(answer: str, expected: str) -> float:
@@ -59,34 +85,40 @@ def exact(answer: str, expected: str) -> float:
     return float(answer.strip() == expected.strip())
 
 
-def math_equal(answer: str, expected: str) -> float:
-    """1.0 if math-verify finds the two equal; it reads LaTeX and plain expressions, and the last in a longer text."""
-    library: Any = importlib.import_module("math_verify")
-
-    # Its own time limits use signals of the main thread; this process has a limit of its own.
-    gold, found = (library.parse(text, parsing_timeout=None) for text in (expected, answer))
-    return float(library.verify(gold, found, timeout_seconds=None))
-
-
-VERIFIERS = {"math": f"{__name__}:math_equal"}
+VERIFIERS = {"math": f"{math_equal.__module__}:{math_equal.__name__}"}
 """Verifiers that may not end, which run in a process of their own."""
 
 
 @cache
 def _task(file: ProblemFile) -> TextTask:
+    """Raises `FarmError` where the file cannot be read, a row is no problem, or the verifier cannot be used."""
     rows = _rows(file)
+    verify = _verifier(file.verifier)
+    try:
+        verify(rows[0].answer, rows[0].answer)  # as any answer, so that code which always fails is refused here
+    except VerifierFailed as error:
+        raise FarmError(
+            f"{error}; so it did with the expected answer of {rows[0].place}, {rows[0].answer[:200]!r}, as the answer. "
+            "A verifier scores every text from 0 to 1: have it return 0.0 for one that it cannot read"
+        ) from error
     longest = max(len(row.text.encode()) for row in rows)
-    return TextTask(partial(_problem, rows, _verifier(file.verifier)), longest, file.answer_tokens)
+    said = json.dumps([[row.text, row.answer] for row in rows], ensure_ascii=False)
+    digest = hashlib.sha256(f"{file.verifier}\n{said}".encode("utf-8", "surrogatepass")).hexdigest()
+    files = TaskFiles(digest, instructions=tuple(row.text for row in rows), source=str(Path(file.path).expanduser()))
+    return TextTask(partial(_problem, rows, verify), longest, file.answer_tokens, files=files)
 
 
 def _problem(rows: tuple[Row, ...], verify: Callable[[str, str], float], seed: int) -> Problem:
     row = rows[seed % len(rows)]
-    return Problem(row.text, lambda answer: verify(answer, row.answer))
+    return Problem(row.text, lambda answer: verify(answer, row.answer), place=row.place)
 
 
 def _verifier(name: str) -> Callable[[str, str], float]:
+    """Raises `FarmError` where there is none of the name, or its code cannot be imported."""
     if name == "exact":
         return exact
+    if name == "math":
+        check_package()
     reference = VERIFIERS.get(name, name)
     if ":" not in reference:
         valid = ", ".join(["exact", *VERIFIERS])
@@ -95,28 +127,65 @@ def _verifier(name: str) -> Callable[[str, str], float]:
 
 
 def _rows(file: ProblemFile) -> tuple[Row, ...]:
-    """Raises `FarmError`, which names the row, where one lacks a column."""
+    """Raises `FarmError`, which names the row, where one is no problem."""
+    if PROMPT not in file.instruction:
+        raise FarmError(
+            f"the instruction of a ProblemFile has {PROMPT} where the problem stands, got {file.instruction!r}"
+        )
     path = Path(file.path).expanduser()
     found = []
-    for number, row in enumerate(_records(path), start=1):
-        for column in (file.prompt, file.answer):
-            if column not in row:
-                raise FarmError(f"{path}, row {number}: no column {column!r}; it has {', '.join(map(str, row))}")
-        prompt, answer = str(row[file.prompt]), str(row[file.answer])
-        found.append(Row(file.instruction.format(prompt=prompt), answer.rpartition("####")[2].strip()))
+    for number, (at, row) in enumerate(_records(path), start=1):
+        place = f"row {number} of {path}{at}"
+        try:
+            prompt = prompt_text(column(row, file.prompt, "prompt"))
+            answer = answer_text(column(row, file.answer, "answer"))
+        except Wrong as error:
+            raise FarmError(f"{path}, row {number}{at}: {error}") from error
+        found.append(Row(file.instruction.replace(PROMPT, prompt), answer, place))
     if not found:
         raise FarmError(f"{path} has no problems")
     return tuple(found)
 
 
-def _records(path: Path) -> list[Mapping[str, Any]]:
+def _records(path: Path) -> Iterator[tuple[str, Value]]:
+    """The rows, each with the number of its line where that is another than its own: ` (line 7)`."""
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise FarmError(f"problems are read from .jsonl and .parquet files, got {path}")
     try:
         if path.suffix == ".parquet":
-            from pyarrow import parquet
-
-            return parquet.read_table(path).to_pylist()
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            yield from _of_parquet(path)
+            return
+        number = 0
+        # Lines end with line feeds alone: JSON's texts may have other separators (U+2028) as they are.
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for line_number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                number += 1
+                at = f" (line {line_number})" if line_number != number else ""
+                try:
+                    yield at, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise FarmError(
+                        f"the problems of {path} cannot be read: line {line_number} is no JSON ({error})"
+                    ) from error
     except (OSError, ValueError) as error:
         raise FarmError(f"the problems of {path} cannot be read: {error}") from error
-    raise FarmError(f"problems are read from .jsonl and .parquet files, got {path}")
+
+
+def _of_parquet(path: Path) -> Iterator[tuple[str, Value]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise FarmError(f"{path} needs the Python package pyarrow: pip install pyarrow") from error
+    try:
+        table: Any = parquet.ParquetFile(path).read()
+    except pyarrow.ArrowException as error:
+        raise FarmError(f"the problems of {path} cannot be read: {error}") from error
+    for index, field in enumerate(table.schema):
+        if field.type == pyarrow.float32():  # 0.1 as it was written, not the float64 that is nearest to its float32
+            numbers = [None if one is None else float(str(np.float32(one))) for one in table.column(index).to_pylist()]
+            table = table.set_column(index, field.name, pyarrow.array(numbers, pyarrow.float64()))
+    for row in table.to_pylist():
+        yield "", row

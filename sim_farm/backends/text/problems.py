@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sim_farm.contract import FarmError
+from sim_farm.contract import FarmError, TaskFiles
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,12 @@ class Problem:
     text: str
     """What is asked, in words."""
     verify: Callable[[str], float]
-    """Score in [0, 1] of an answer's text; 1.0 is solved. What it raises makes the episode a broken one (`verifying`).
-    """
+    """Score in [0, 1] of an answer's text; 1.0 is solved. What it raises makes the episode a broken one and is said
+    (`verifying`)."""
     reply: Callable[[str], str] = lambda answer: ""
     """What is said to a wrong answer before the next turn."""
+    place: str = ""
+    """Where the problem is from, for messages: `row 3 of FILE`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class TextTask:
     """Answers that may be given, until one is solved."""
     reply_tokens: int = 0
     """Longest reply between two turns; a longer one is cut off."""
+    files: TaskFiles | None = None
+    """The file of its problems: seed s states that of `files.instructions[s % len]`."""
 
     def __post_init__(self) -> None:
         """Raises `FarmError`."""

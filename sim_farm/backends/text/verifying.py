@@ -1,37 +1,73 @@
 """Verifiers that may fail: their scores, bounded in value and, where the code is somebody else's, in time.
 
-A failure is an episode that counts as broken (the reward is NaN), and a warning that names the verifier.
+A failure makes the reward NaN, an episode that counts as broken, and says which verifier failed, on what, and where in
+its code.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import multiprocessing
-import warnings
+import subprocess
+import sys
+import sysconfig
+import traceback
 import weakref
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from sim_farm.backends.text.problems import Problem
+from sim_farm.contract import FarmError
+from sim_farm.named_code import named
 
 LIMIT_S = 5.0
 """Time that a verifier in a process of its own may take for one answer."""
 START_S = 120.0
 """Time that such a process may take to start."""
+PROGRAM = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+sys.path[:] = pipe.recv()
+from sim_farm.backends.text.verifying import serve
+serve(sys.argv[2], pipe)
+"""
+"""What the process runs. multiprocessing would import the caller's script again, and with it what the script does."""
+SHOWN = 200
+"""Characters of an answer in a message."""
 
 
-def score(problem: Problem, answer: str) -> float:
-    """The answer's score in [0, 1]; NaN where the verifier raises, or says something else."""
+class VerifierFailed(Exception):
+    """A verifier gave no score; the message says which, and why."""
+
+
+@dataclass(frozen=True)
+class Score:
+    value: float
+    """In [0, 1]; NaN where the verifier failed."""
+    fault: str = ""
+    """How it failed."""
+
+
+def score(problem: Problem, answer: str) -> Score:
+    """The answer's score; a fault where the verifier raises, or says something else than a number from 0 to 1."""
     try:
-        found = float(problem.verify(answer))
+        found = bounded(problem.verify(answer))
     except Exception as error:  # whatever a verifier's author did not think of
-        warnings.warn(f"the verifier failed on the answer {answer[:200]!r}: {_named(error)}", stacklevel=2)
-        return math.nan
-    if not 0.0 <= found <= 1.0:
-        warnings.warn(f"the verifier gave {found}, and a score is from 0 to 1", stacklevel=2)
-        return math.nan
-    return found
+        said = str(error) if isinstance(error, VerifierFailed) else f"the verifier failed: {described(error)}"
+        on = f" (on {problem.place})" if problem.place else ""
+        return Score(math.nan, f"{said}{on}; the answer was {answer[:SHOWN]!r}")
+    return Score(found)
+
+
+def bounded(found: Any) -> float:
+    """Raises `VerifierFailed` for what is no number from 0 to 1."""
+    value = float(found)
+    if not 0.0 <= value <= 1.0:
+        raise VerifierFailed(f"the verifier gave {value}, and a score is from 0 to 1")
+    return value
 
 
 class VerifierProcess:
@@ -44,53 +80,63 @@ class VerifierProcess:
         self._pipe: Connection | None = None
 
     def __call__(self, answer: str, expected: str) -> float:
-        """Raises `RuntimeError` where the function fails or does not end, after which another process is started."""
+        """Raises `VerifierFailed` where the function fails or does not end, after which another process is started, and
+        `FarmError` where it cannot be imported."""
         pipe = self._connection()
         try:
             pipe.send((answer, expected))
             if not pipe.poll(self._limit_s):
                 self.close()
-                raise RuntimeError(f"{self.function} did not end within {self._limit_s:g} s")
+                raise VerifierFailed(f"the verifier {self.function} did not end within {self._limit_s:g} s")
             found = pipe.recv()
         except (EOFError, OSError) as error:
             self.close()
-            raise RuntimeError(f"the process of {self.function} died") from error
+            raise VerifierFailed(f"the process of the verifier {self.function} died") from error
         if isinstance(found, str):
-            raise RuntimeError(f"{self.function}: {found}")
-        return found
+            raise VerifierFailed(f"the verifier {self.function} failed: {found}")
+        try:
+            return bounded(found)
+        except VerifierFailed as error:
+            raise VerifierFailed(str(error).replace("the verifier", f"the verifier {self.function}", 1)) from error
 
     def close(self) -> None:
         """End the process. A further call starts another."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.wait()
             self._process = self._pipe = None
 
     def _connection(self) -> Connection:
         if self._pipe is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(self.function, theirs), daemon=True)
-            self._process.start()
+            self._pipe, theirs = multiprocessing.Pipe()
+            command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), self.function]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             theirs.close()
             weakref.finalize(self, self._process.kill)
+            self._pipe.send(sys.path)
             if not self._pipe.poll(START_S):
                 self.close()
-                raise RuntimeError(f"the process of {self.function} did not start within {START_S:g} s")
-            if (refusal := self._pipe.recv()) is not None:
+                raise VerifierFailed(f"the process of the verifier {self.function} did not start within {START_S:g} s")
+            try:
+                refusal = self._pipe.recv()
+            except (EOFError, OSError) as error:
                 self.close()
-                raise RuntimeError(f"{self.function} cannot be imported: {refusal}")
+                raise FarmError(f"the verifier {self.function} ended its process as it was imported") from error
+            if refusal is not None:
+                self.close()
+                raise FarmError(f"the verifier {refusal}")
         assert self._pipe is not None
         return self._pipe
 
 
-def _serve(reference: str, pipe: Connection) -> None:
+def serve(reference: str, pipe: Connection) -> None:
     """Answer (answer, expected) with a score, or with the text of what went wrong, until the other end is closed."""
-    module, _, name = reference.partition(":")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        pipe.send(_named(error))
+        function = named(reference, FarmError)
+        if not callable(function):
+            raise FarmError(f"{reference} is a {type(function).__name__}, not a function (answer, expected) -> score")
+    except FarmError as error:
+        pipe.send(str(error))
         return
     pipe.send(None)
     while True:
@@ -101,8 +147,17 @@ def _serve(reference: str, pipe: Connection) -> None:
         try:
             pipe.send(float(function(answer, expected)))
         except Exception as error:
-            pipe.send(_named(error))
+            pipe.send(described(error))
 
 
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
+def described(error: BaseException) -> str:
+    """The error with the file and line of the user's code that raised it."""
+    ours, libraries = str(Path(__file__).parent), sysconfig.get_paths()
+    places = traceback.extract_tb(error.__traceback__)
+    theirs = [
+        place
+        for place in places
+        if not place.filename.startswith((ours, libraries["stdlib"], libraries["purelib"], libraries["platlib"], "<"))
+    ]
+    where = f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{where}"
