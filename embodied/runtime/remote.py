@@ -111,7 +111,7 @@ OUTCOME = (
 OBSERVED = ("state", "proprio")
 SHOWN = ("scene",)
 TOLD = ("instruction",)
-ENDED = ("final_state", "final_proprio")
+ENDED = ("final_state", "final_proprio", "fault")
 DRAWN = ("final_scene",)
 ANSWER_BYTES = 64 * 2**10
 """Largest answer: a group whose answer would be longer is requested in parts. Ray carries up to 100 KB in the reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +11,18 @@ from typing import Any
 import numpy as np
 
 from embodied.config.schema import Config
+from embodied.errors import UserError
 from embodied.execution.iteration import Iteration
 from embodied.metric import Metric
 from embodied.rollout.rollout_summary import RolloutSummary
 from embodied.statistics import wilson
 from embodied.training.checkpoints import RECENT, Position
+from embodied.trajectories.batch import FAULTY
 from embodied.workflows.sizes import tasks_of
 from sim_farm.catalogue import exact_replay
 
+SHOWN_FAULTS = 3
+"""Faults that a note names."""
 COUNTS = (
     Metric("iteration", "iterations", "Iterations that are done; in `embodied sft`, optimiser steps."),
     Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, those learned from."),
@@ -116,11 +121,29 @@ def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
     which the learner leaves out."""
     tasks = tasks_of(config)
     ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
-    places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in ended)
+    unknown = [episode for episode in ended if not episode.fault]
+    places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in unknown)
     exact = all(exact_replay(task.env.task) for task in tasks)
     lost = "" if exact else ", or that a lost worker took with it"
     where = f" ({places})" if places else ""
-    return f"left out {count} episodes in which a reward or an observation was not finite{lost}{where}"
+    faults = Counter(episode.fault for episode in ended if episode.fault).most_common(SHOWN_FAULTS)
+    why = "".join(f"\n  {fault}" + (f" ({times} times)" if times > 1 else "") for fault, times in faults)
+    return f"left out {count} episodes in which a reward or an observation was not finite{lost}{where}{why}"
+
+
+class FaultWatch:
+    """Watches for a fault of the task's that breaks every episode, from which nothing is learned."""
+
+    def __init__(self) -> None:
+        self._faulty = 0
+        """Episodes of the last iterations, in which every judged one was broken by a fault."""
+
+    def see(self, summary: RolloutSummary) -> None:
+        """Raise `UserError` with the fault where whole iterations, of `FAULTY` episodes or more, were broken by one."""
+        judged = [episode.fault for episode in summary.episodes if episode.fault or not episode.truncated]
+        self._faulty = self._faulty + len(judged) if all(judged) else 0
+        if judged and self._faulty >= FAULTY:
+            raise UserError(f"the last {self._faulty} episodes that the task ended were all broken: {judged[-1]}")
 
 
 def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:

@@ -38,7 +38,7 @@ from embodied.runtime.api import Runtime
 from embodied.training.callbacks import Callback, IterationEnd
 from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferrable_interrupts
-from embodied.training.iteration_metrics import CollapseWatch, iteration_row, left_out
+from embodied.training.iteration_metrics import CollapseWatch, FaultWatch, iteration_row, left_out
 from embodied.training.selection import BackgroundError, Candidate, Selection, free_room
 from policies.registry import policy_class
 from sim_farm.workers import faults
@@ -153,7 +153,7 @@ class _Loop:
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}
         self._checkpoints = RunCheckpoints(config, run_dir, selection, self.metrics, self.trace)
-        self._collapse = CollapseWatch(RECENT)
+        self._collapse, self._faults = CollapseWatch(RECENT), FaultWatch()
         self._large: Exception | None = None
         """The error of a worker that occupies too much memory."""
         self._consistent = True
@@ -169,7 +169,7 @@ class _Loop:
         self.position = Position() if resume_from is None else Position.of(checkpoint.read_state(resume_from))
         self._checkpoints.begin(workers, self._kept_at(resume_from))
         self._environments, self._consistent = environments or {}, True
-        self._collapse, self.milestones = CollapseWatch(RECENT), {}
+        self._collapse, self._faults, self.milestones = CollapseWatch(RECENT), FaultWatch(), {}
         self.metrics.truncate(self.position.iteration)
         self.selection.begin(self.position.iteration)
         for row in read(self.run_dir):
@@ -219,6 +219,7 @@ class _Loop:
                 self.note_replaced(progress.note)
                 if broken := row.get("learner/broken_episodes"):
                     progress.note(left_out(int(broken), iteration.summary, config))
+                self._faults.see(iteration.summary)
                 if (fallen := self._collapse.see(row)) is not None:
                     progress.note(fallen)
                 if self._lasts(self.position.iteration):

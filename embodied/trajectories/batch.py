@@ -344,6 +344,11 @@ def _side_by_side(parts: Sequence[Tensor | None], count: int) -> Tensor | None:
 # --- assembly: from decisions in the order in which they were taken to trajectories
 
 
+FAULTY = 8
+"""Episodes, all of them broken by a fault of the task's, after which a run or an evaluation ends with it. One that the
+step limit ends counts neither way: an answer that is cut off is not judged."""
+
+
 @dataclass(frozen=True)
 class EndedEpisode:
     """One ended training episode."""
@@ -359,6 +364,10 @@ class EndedEpisode:
     task: int = 0
     start: int = ANY
     """Which of its task's starts it began from; `ANY` where none was drawn."""
+    truncated: bool = False
+    """The step limit ended it, before the task did."""
+    fault: str = ""
+    """Why its total reward is not finite, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -390,10 +399,12 @@ class EpisodeSums:
         self.length[columns] += seen.steps
         ended = []
         over = seen.terminated | seen.truncated
-        for env, start in sorted(zip(columns[over].tolist(), seen.last_start[over].tolist(), strict=True)):
+        for row in sorted(np.flatnonzero(over).tolist(), key=lambda row: columns[row]):
+            env, start = int(columns[row]), int(seen.last_start[row])
             total, length = float(self.total[env]), int(self.length[env])
             solved = bool(self.solved[env]) and math.isfinite(total)
-            ended.append(EndedEpisode(env, solved, total, length, task, start))
+            truncated, fault = bool(seen.truncated[row]), seen.faults.get(row, "")
+            ended.append(EndedEpisode(env, solved, total, length, task, start, truncated, fault))
             self.total[env] = self.length[env] = 0
             self.solved[env] = False
         return ended

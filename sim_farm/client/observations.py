@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +105,8 @@ class Observations:
     final: FinalObservations
     times_ns: Int
     """[B, 4] physics start and end, render start and end, on the machine's monotonic clock."""
+    faults: Mapping[int, str] = field(default_factory=dict)
+    """By row: why the episode that ended with a reward that is not finite is broken, where that is known."""
 
 
 def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | None, fresh: Bool) -> Observations:
@@ -125,6 +127,9 @@ def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | 
             ended = final.rows[drawn_now]
             last = group.get("base_step")[ended] + steps[ended]
             _check_frames(memory, final.frame_rows[drawn_now], envs[ended], "final ", episode[ended] - 1, last)
+    reward = group.get("reward")
+    broken = ended_rows[~np.isfinite(reward[ended_rows]).all(1)]
+    said = texts(slots["fault"][envs[broken]]) if len(broken) else ()
     return Observations(
         envs=envs,
         state=group.get("state"),
@@ -138,12 +143,13 @@ def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | 
         start=group.get("start"),
         last_start=group.get("base_start"),
         steps=steps,
-        reward=group.get("reward"),
+        reward=reward,
         success=group.get("success"),
         terminated=terminated,
         truncated=truncated,
         final=final,
         times_ns=group.get("times_ns"),
+        faults={row: fault for row, fault in zip(broken.tolist(), said, strict=True) if fault},
     )
 
 

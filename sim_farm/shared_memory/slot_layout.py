@@ -42,6 +42,8 @@ PHASES = (
 MESSAGE_BYTES = 4096
 FINAL_FRAMES = ("never", "truncated", "ended")
 NO_LIMIT = 2**62
+FAULT_BYTES = 512
+"""Of the reason why an episode is broken."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "final_instruction": Field((envs, info.instruction_bytes), "uint8", 0),
         "final_scene": Field((envs, info.scene_bytes), "uint8"),
         "draw_final": Field((envs,), "bool", 0),
+        # Why the episode that ended in the last chunk is broken, where that is known: read with a reward that is none.
+        "fault": Field((envs, FAULT_BYTES), "uint8", 0),
         # Rows of the frame memory for the next observation and for a final one.
         "frame_row": Field((envs,), "int64", -1),
         "final_row": Field((envs,), "int64", -1),

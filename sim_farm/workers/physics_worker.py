@@ -166,6 +166,7 @@ class PhysicsWorker(Worker):
             return
         if broken:  # a reward that is not finite leaves the episode out; nothing else of it is shown
             slots["reward"][env, steps - 1], slots["success"][env] = np.nan, False
+        self._put_fault(env, result.fault)
         slots["final_state"][env] = 0 if broken else result.state
         slots["final_proprio"][env] = 0 if broken else result.proprio
         slots["final_instruction"][env] = slots["instruction"][env]
@@ -184,7 +185,15 @@ class PhysicsWorker(Worker):
         slots["steps"][env], slots["reward"][env, 0], slots["terminated"][env] = 1, np.nan, True
         slots["final_state"][env] = slots["final_proprio"][env] = 0
         slots["final_instruction"][env] = slots["instruction"][env]
+        self._put_fault(env, "")
         self._begin(env, int(slots["episode"][env]) + 1)
+
+    def _put_fault(self, env: int, fault: str) -> None:
+        """Write why the episode that has ended is broken; the end of a long text is cut off."""
+        row = self.slots["fault"][env]
+        data = fault.encode()[: len(row)].decode(errors="ignore").encode()
+        row[...] = 0
+        row[: len(data)] = np.frombuffer(data, np.uint8)
 
     def _observe(self, env: int, result: PhysicsResult) -> None:
         slots = self.slots

@@ -184,10 +184,13 @@ def test_a_limit_of_zero_is_one_message(section: str, key: str, says: str, model
         parse_config(settings(model, **changes), "test")
 
 
-def test_a_verifier_that_fails_is_counted_and_named(model: Path, tmp_path: Path) -> None:
+def test_a_verifier_that_fails_is_counted_and_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its episodes are no part of the update, nor the groups that they leave incomplete."""
-    with pytest.warns(UserWarning, match="the verifier failed on the answer .*ZeroDivisionError"):
-        trained(tmp_path / "run", settings(model, "raises", rollout={"episodes_per_env": 3}))
+    trained(tmp_path / "run", settings(model, "raises", rollout={"episodes_per_env": 3}))
+    said = capsys.readouterr()
+    assert re.search("the verifier failed: ZeroDivisionError: .*text_runs.py, line", said.out + said.err)
     assert sum(row.get("learner/broken_episodes") or 0 for row in read(tmp_path / "run")) > 0
 
 
