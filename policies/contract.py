@@ -285,6 +285,13 @@ class Policy(nn.Module):
         """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
 
     @classmethod
+    def check_instructions(
+        cls, architecture: Mapping[str, Any], instructions: Sequence[str], actions: int, source: str
+    ) -> None:
+        """Raise `PolicyError`, which names the rows, where instructions leave no room for so many actions. `source` is
+        the file of the instructions, a row each; the files that the arguments name are there. No tensor is read."""
+
+    @classmethod
     def slots(cls, architecture: Mapping[str, Any]) -> int:
         """Rows that `act` has under way together, where it makes a row's actions one after the other, is done with the
         row after the last one that is executed, and begins with the next row at once (continuous batching). 0, the

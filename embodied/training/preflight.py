@@ -32,7 +32,7 @@ from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, tasks_of
 from policies import registry
 from policies.errors import PolicyError
-from sim_farm.catalogue import check_task
+from sim_farm.catalogue import check_task, problem_file
 from sim_farm.client.task_farm import check_spec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory import memory
@@ -53,6 +53,7 @@ def check_run(config: Config) -> None:
     check_task_curriculum(config)
     for task in tasks_of(config):
         check_task(task.env.task)
+        _check_problems(task, task.env.task)
         task_spec(task)
         episodes_of(task, task.seed)  # whether environments fill episode groups
 
@@ -137,6 +138,7 @@ def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
     check_policy(config)
     for task in tasks:
         check_task(task)
+        _check_problems(config, task)
     task_spec(config)
     num_envs = config.eval.num_envs or config.env.num_envs
     check_spec(farm_spec(config, EndlessEpisodes(config.seed), _configured(config).farms[0], num_envs))
@@ -158,6 +160,17 @@ def check_policy(config: Config) -> None:
                     f"{found}: set env.{setting} to {wanted}, or leave the policy's entry away and let the environment "
                     "convert"
                 )
+
+
+def _check_problems(config: Config, task: str) -> None:
+    """Check that the policy can take each problem of a task that a file of them defines."""
+    files, policy, limit = problem_file(task), config.policy, config.env.max_episode_steps
+    if files is None:
+        return
+    # A policy that reads the state goes on with its answer, chunk after chunk.
+    chunks = -(-limit // policy.chunk) if limit is not None and "state" in policy.reads else 1
+    kind = registry.policy_class(policy.kind)
+    kind.check_instructions(policy.architecture, files.instructions, chunks * policy.chunk, files.source)
 
 
 def _check_options(kind: str, architecture: Mapping[str, Any]) -> None:

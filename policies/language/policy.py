@@ -20,6 +20,7 @@ from policies.kinds import check_folders
 from policies.language.engine_clients import PROBE, EngineServers, servers_of
 from policies.language.engines import Drawing
 from policies.language.generation import Sampling, generate
+from policies.language.lengths import check_prompts
 from policies.language.model import ADAPTED, CausalModel, load_model, save_model
 from policies.language.packing import packed
 from policies.language.prompts import Prompts
@@ -129,6 +130,12 @@ class LanguagePolicy(lora.AdaptedPolicy):
             folder = architecture.get(name)
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+
+    @classmethod
+    def check_instructions(
+        cls, architecture: Mapping[str, Any], instructions: Sequence[str], actions: int, source: str
+    ) -> None:
+        check_prompts(architecture, instructions, actions, source)
 
     @classmethod
     def slots(cls, architecture: Mapping[str, Any]) -> int:
@@ -282,7 +289,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
         if longest + self.spec.chunk > self.model.context:
             raise PolicyError(
                 f"a prompt of {longest} tokens and an answer of up to {self.spec.chunk} are more than the model's "
-                f"context of {self.model.context}: set policy.chunk and env.max_episode_steps lower"
+                f"context of {self.model.context}: leave out problems that are so long, take a model with a longer "
+                "context, or set policy.chunk and env.max_episode_steps lower"
             )
         return asked
 
