@@ -3,7 +3,8 @@
     python examples/train.py
     python examples/evaluate.py
 
-A result has success with its 95% interval, and the hash of the protocol: results with one hash are comparable.
+A result has success with its 95% interval, and the hash of the protocol: results with one hash are of the same
+episodes.
 """
 
 from __future__ import annotations

@@ -554,7 +554,8 @@ class EvalConfig(Section):
     or `words:INSTRUCTION@STEP`. A trial and its repetition are equal until that env step."""
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
-    each, and as many without. None: as the protocol says, or 100; under perturbations 50."""
+    each, and as many without. None: as the protocol says, or 100; under perturbations 50; of a file of problems no more
+    than it has. These are asked in their order."""
     attempts: Annotated[int, Field(ge=1)] = 1
     """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
     of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""

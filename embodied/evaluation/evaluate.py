@@ -30,8 +30,9 @@ from embodied.evaluation.conditions import (
 )
 from embodied.evaluation.films import Shown, differing, worth_seeing, write_film
 from embodied.evaluation.folder import EvalFolder, Identity, newest_of, open_folder
-from embodied.evaluation.protocol import Protocol, as_data, suite_notes, suite_of
+from embodied.evaluation.protocol import Protocol, as_data, problem_notes, suite_notes, suite_of
 from embodied.evaluation.provenance import (
+    Lineage,
     TrainedStarts,
     lineage,
     outside_files,
@@ -50,6 +51,7 @@ from embodied.reporting.tables import evaluation_table
 from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
+from embodied.trajectories.batch import FAULTY
 from embodied.workflows.context import policy_spec, task_spec
 from embodied.workflows.conventions import notes_on, overruled
 from policies.errors import PolicyError
@@ -160,7 +162,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     everything = folder.in_order()
     outcomes = unperturbed(protocol, everything)
     has_success = any(outcome.success is not None for outcome in outcomes)
-    starts = {task: origin.starts(task, [o.spec for o in outcomes if o.task == task]) for task in protocol.tasks}
+    starts = {task: _starts(origin, task, [o for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
         **_tables(protocol, outcomes, starts),
         **({"conditions": conditions_data(protocol, everything)} if protocol.perturbations else {}),
@@ -327,15 +329,21 @@ def _say(text: str) -> None:
 
 
 def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, title: str, deadline_s: float) -> None:
+    faulty, sound = 0, False
     with steps(title, episodes) as bar:
         for result in as_they_end(lambda budget_s: worker.call(Evaluator.advance, budget_s, deadline_s), episodes):
+            faulty += bool(result.fault)
+            sound |= not result.fault and result.length < result.limit
+            if result.fault and not sound and faulty >= min(FAULTY, episodes):
+                raise UserError(
+                    f"{result.task}: the first {faulty} episodes that the task ended were all broken: {result.fault}"
+                )
             folder.add(result)
             if not math.isfinite(result.total_reward):
                 lost = "" if exact_replay(result.task) else ", or a worker was lost"
-                _say(
-                    f"{result.task}, trial {result.trial}: after {result.length} env steps a number of the "
-                    f"simulator's was not finite{lost}; the episode counts as failed"
-                )
+                why = result.fault or f"a number of the simulator's was not finite{lost}"
+                place = f"{result.task}, trial {result.trial}: after {result.length} env steps"
+                _say(f"{place} {why}; the episode counts as failed")
             bar.advance()
     worker.call(Evaluator.end)
 
@@ -346,6 +354,7 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     files = [found for task in protocol.tasks if (found := task_files(task)) is not None]
     found = list(dict.fromkeys(note for one in files for note in one.foreign))
     found += suite_notes(protocol)
+    found += problem_notes(protocol)
     if subject.statistics is not None:
         note = statistics_note(subject.statistics, dict.fromkeys(map(suite_of, protocol.tasks)))
         found += [] if note is None else [note]
@@ -363,6 +372,12 @@ def _weights_of(subject: Subject) -> str:
     parts += [] if subject.statistics is None else [f"statistics of {subject.statistics}"]
     parts += [] if subject.server is None else ["the weights of a policy server (eval.json: server)"]
     return ", ".join(part for part in parts if part) or "no checkpoint"
+
+
+def _starts(origin: Lineage, task: str, outcomes: Sequence[EpisodeOutcome]) -> TrainedStarts:
+    """The starts of the task's episodes, beside those that the policy was trained on."""
+    begun = [outcome.beginning for outcome in outcomes]
+    return origin.starts(task, [outcome.spec for outcome in outcomes], len(set(begun)) if all(begun) else None)
 
 
 def _tables(

@@ -255,6 +255,7 @@ def _to_line(outcome: EpisodeOutcome, protocol: Protocol) -> dict[str, Any]:
         "length": outcome.length,
         "return": outcome.total_reward,
         "max_episode_steps": outcome.limit,
+        **({"beginning": outcome.beginning} if outcome.beginning else {}),
     }
 
 
@@ -275,6 +276,7 @@ class _Line(BaseModel):
     length: int = Field(ge=0, lt=2**31)
     total_reward: float = Field(alias="return")
     limit: int = Field(alias="max_episode_steps", ge=0, lt=2**31)
+    beginning: str = Field(default="", max_length=64)
 
     def outcome(self) -> EpisodeOutcome:
         spec = EpisodeSpec(self.seed, self.init_state, self.resets, self.unseeded_resets, self.perturbation)
@@ -287,6 +289,7 @@ class _Line(BaseModel):
             self.total_reward,
             self.length,
             self.limit,
+            beginning=self.beginning,
         )
 
 

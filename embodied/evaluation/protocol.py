@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from embodied.config.schema import Config, EvalConfig
 from embodied.errors import UserError, nearest
-from sim_farm.catalogue import foreign_suite, suites_of, task_files, task_names
-from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskInfo
+from sim_farm.catalogue import foreign_suite, problem_file, suites_of, task_files, task_names
+from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskFiles, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.graded_axes import axes_of, graded
 from sim_farm.perturbations import Perturbation
@@ -22,6 +22,8 @@ from sim_farm.registry import simulators
 
 GENERALISATION = "generalisation"
 """Protocol of the run's own settings under graded perturbations of every axis."""
+TRIALS = 100
+"""Trials of each task, where nothing else is said; of a file of problems no more than it has."""
 PERTURBED_TRIALS = 50
 """Trials of each task under each perturbation, where nothing else is said."""
 VERSION = 3
@@ -379,13 +381,19 @@ def protocol_of(config: Config) -> Protocol:
     # A single task is looked up by the farm that simulates it.
     tasks = expand(settings.tasks) if settings.tasks else (env.task,)
     files = {task: task_files(task) for task in tasks}
+    # Problems are asked in the order of their file, each as often: drawn seeds would ask one twice and another never.
+    listed = settings.recorded_states is None and all(found and found.instructions for found in files.values())
     perturbations = {task: table for task in tasks if (table := _perturbations(config, task))}
+    trials = settings.episodes or (PERTURBED_TRIALS if perturbations else TRIALS)
+    if listed and settings.episodes is None:
+        trials = min(trials, *(len(found.instructions) for found in files.values() if found is not None))
     own = Protocol(
         name=GENERALISATION if settings.protocol == GENERALISATION else None,
         limits=dict.fromkeys(tasks, env.max_episode_steps),
-        trials=settings.attempts * (settings.episodes or (PERTURBED_TRIALS if perturbations else 100)),
+        trials=settings.attempts * trials,
         init_states=settings.recorded_states,
-        env_seed=None,
+        env_seed=0 if listed else None,
+        seeding="rising" if listed else "each",
         settle_steps=env.settle_steps,
         orientation=env.orientation,
         image_size=env.image_size,
@@ -471,6 +479,27 @@ def suite_notes(protocol: Protocol) -> list[str]:
     if suite is None:
         return []
     return list(suites_of(protocol.tasks[0])[suite].notes(protocol.tasks))
+
+
+def problem_notes(protocol: Protocol) -> list[str]:
+    """Which problems of files are asked how often."""
+    if protocol.env_seed != 0 or protocol.seeding != "rising":
+        return []
+    return [_asked(found, protocol) for task in protocol.tasks if (found := problem_file(task)) is not None]
+
+
+def _asked(found: TaskFiles, protocol: Protocol) -> str:
+    trials, problems = protocol.trials // protocol.attempts, len(found.instructions)
+    if trials < problems:
+        return f"the first {trials} of the {problems} problems of {found.source} are asked, each once"
+    times, more = divmod(trials, problems)
+    often = "once" if times == 1 else f"{times} times"
+    sentence = f"each of the {problems} problems of {found.source} is asked {often}"
+    if more:
+        sentence += f", the first {more} once more"
+    if protocol.greedy and trials > problems:
+        sentence += f", and answered greedily alike each time: --eval.episodes {problems} asks each once"
+    return sentence
 
 
 def _published(own: Protocol, name: str, config: Config) -> Protocol:

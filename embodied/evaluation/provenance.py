@@ -2,7 +2,10 @@
 the starts of the episodes that it was trained on, back through the runs that it began from.
 
 A recorded initial state was trained on where a run drew its episodes from it, or where a demonstration that was learned
-from begins with it. Training episodes draw their seeds from streams of their own, which no evaluation draws from.
+from begins with it, and a problem of a file where it stands in a file that a run drew its problems from. Training
+episodes draw their seeds from streams of their own, which no evaluation draws from; where episodes of different seeds
+may begin alike, that says nothing of their beginnings, and nothing is claimed: where evaluated ones do, and where a
+generator states problems in words.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from embodied.run import checkpoint
 from embodied.run.saved_settings import CONFIG, recorded_settings, run_of_checkpoint
 from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_class
-from sim_farm.catalogue import CATALOGUE
-from sim_farm.contract import EpisodeSpec
+from sim_farm.catalogue import CATALOGUE, problem_file
+from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import start_seed
 
 MOST_START_SEEDS = 10_000
@@ -149,11 +152,13 @@ class TrainedStarts:
     """Evaluated starts, and how many of them were trained on."""
 
     kind: str
-    """`initial states` or `seeds`."""
+    """`initial states`, `problems` or `seeds`."""
     trained: int
     evaluated: int
     known: bool
-    """True if everything that the policy was trained on is recorded."""
+    """True if everything that the policy was trained on is recorded, and tells the evaluated starts apart."""
+    alike: int | None = None
+    """In so many ways the evaluated episodes begin, where these are fewer than their seeds; else None."""
 
     def as_data(self) -> dict[str, Any]:
         return {"kind": self.kind, "trained": self.trained, "evaluated": self.evaluated, "known": self.known}
@@ -177,15 +182,39 @@ class Lineage:
             tuple(dict.fromkeys(self.unknown + other.unknown)),
         )
 
-    def starts(self, task: str, episodes: Sequence[EpisodeSpec]) -> TrainedStarts:
-        """The starts of the task's evaluated episodes, beside those of its training episodes."""
-        states, seeds = self._trained(task)
+    def starts(self, task: str, episodes: Sequence[EpisodeSpec], ways: int | None = None) -> TrainedStarts:
+        """The starts of the task's evaluated episodes, beside those of its training episodes. `ways` counts their
+        different first observations; None: not known."""
         known = not self.unknown
+        if problems := _problems(task):
+            asked = {problems[spec.seed % len(problems)] for spec in episodes}
+            told, read = self._told()
+            return TrainedStarts("problems", len(asked & told), len(asked), known and read)
+        states, seeds = self._trained(task)
         begins = {spec.init_state for spec in episodes} - {None}
         if begins:
             return TrainedStarts("initial states", len(begins & states), len(begins), known)
         drawn = {spec.seed for spec in episodes}
-        return TrainedStarts("seeds", len(drawn & seeds), len(drawn), known)
+        trained = [one.env for config in self.reinforced for one in tasks_of(config) if one.env.task == task]
+        learned = bool(trained) or any(recording.task == task for recording in self.recordings)
+        alike = ways if ways is not None and ways < len(drawn) and learned else None
+        stated = any(env.tokenizer is not None for env in trained)  # problems in words, of which seeds share some
+        return TrainedStarts("seeds", len(drawn & seeds), len(drawn), known and alike is None and not stated, alike)
+
+    def _told(self) -> tuple[set[str], bool]:
+        """The problems of all files that episodes of the trainings were drawn from, and whether all these files can be
+        read."""
+        told: set[str] = set()
+        drawn = [one for config in self.reinforced for one in tasks_of(config)]
+        tasks = [(one.env.task, [start_seed(k) for k in range(one.env.start_seeds)]) for one in drawn]
+        tasks += [(recording.task, list(recording.seeds)) for recording in self.recordings]
+        try:
+            for task, seeds in tasks:
+                problems = _problems(task)
+                told.update((problems[seed % len(problems)] for seed in seeds) if seeds and problems else problems)
+        except FarmError:
+            return told, False
+        return told, True
 
     def _trained(self, task: str) -> tuple[set[int], set[int]]:
         """The recorded initial states and the seeds that were trained on."""
@@ -201,6 +230,13 @@ class Lineage:
                 states |= recording.init_states
                 seeds |= recording.seeds
         return states, seeds
+
+
+def _problems(task: str) -> tuple[str, ...]:
+    """The problems of a task that a file of them defines, in the order of seeds; empty for another task. Raises
+    `FarmError`."""
+    found = problem_file(task)
+    return () if found is None else found.instructions
 
 
 def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
@@ -282,7 +318,10 @@ def recorded_starts(folder: Path) -> RecordedStarts | None:
 def together(every: Sequence[TrainedStarts]) -> TrainedStarts:
     """The starts of several tasks, one or more."""
     trained, evaluated = sum(one.trained for one in every), sum(one.evaluated for one in every)
-    return TrainedStarts(every[0].kind, trained, evaluated, every[0].known)
+    alike = None
+    if any(one.alike is not None for one in every):
+        alike = sum(one.evaluated if one.alike is None else one.alike for one in every)
+    return TrainedStarts(every[0].kind, trained, evaluated, all(one.known for one in every), alike)
 
 
 def trained_sentence(starts: TrainedStarts, unknown: Sequence[str]) -> str:
@@ -291,6 +330,15 @@ def trained_sentence(starts: TrainedStarts, unknown: Sequence[str]) -> str:
     if starts.known or starts.trained == starts.evaluated:
         return sentence
     gap = f"nothing is recorded of the starts that {' and '.join(unknown)} was trained on"
+    if not unknown:
+        gap = "a file of problems that it was trained on cannot be read"
+        if starts.kind == "seeds":
+            gap = "training episodes of other seeds may have stated the same problems"
+    if starts.alike is not None:
+        gap = (
+            f"the {starts.evaluated} episodes begin in {starts.alike} different ways, and training episodes of other "
+            "seeds may have begun alike"
+        )
     if starts.trained:
         return f"at least {sentence}: {gap}"
     return f"it is not known how many of {starts.evaluated} {starts.kind} were trained on: {gap}"

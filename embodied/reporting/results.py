@@ -47,7 +47,7 @@ class EvaluationResult(Figures):
     folder: Path = Path()
     """The evaluation's folder, with every episode."""
     protocol_sha256: str = ""
-    """Hash of the protocol: results of one hash are comparable."""
+    """Hash of the protocol: results of one hash are of the same episodes. That of another `seed` differs."""
     data: Mapping[str, Any] | None = None
     """All of `eval.json`."""
 

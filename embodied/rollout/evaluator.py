@@ -15,6 +15,7 @@ episode it has no instruction). Its action is not executed.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 import zlib
@@ -62,6 +63,8 @@ class EpisodeOutcome:
     """Env steps."""
     limit: int
     """Env steps after which it would have been truncated."""
+    beginning: str = field(default="", kw_only=True)
+    """Digest of its first observation; empty where none was kept."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class EpisodeResult(EpisodeOutcome):
     """[length, A] as executed."""
     decided: Float32 | None = None
     """[length, A] as the policy decided, where noise was added to them."""
+    fault: str = ""
+    """Why a number was not finite, where that is known."""
 
 
 def deal_out(spec: FarmSpec, specs: tuple[EpisodeSpec, ...], left: Sequence[int], paired: int = 0) -> FarmSpec:
@@ -213,6 +218,8 @@ class _Task:
         """Chunks of each environment's episode, as executed."""
         self._decided: list[list[Float32]] = [[] for _ in range(num_envs)]
         """The same chunks as the policy decided, where noise was added."""
+        self._begun = [""] * num_envs
+        """Digest of the first observation of each environment's episode."""
         self._groups = groups_of(self._farm)
         self._threads = ThreadPoolExecutor(len(self._groups), "decisions") if policy.waits else None
         self._deciding: dict[int, _Deciding] = {}
@@ -267,6 +274,8 @@ class _Task:
     def _decide(self, group: EnvironmentGroup, seen: Observations) -> None:
         """Decide for the group and submit its chunks; or begin to, where the policy waits for another program."""
         inputs = to_inputs(seen, self._reads, self._episodes)
+        for row in np.flatnonzero(seen.active & (seen.episode_step == 0)).tolist():
+            self._begun[int(seen.envs[row])] = _digest(seen, row)
         if self._instruction is not None:
             inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
         if not seen.active.all():  # resting rows repeat one that has an episode: see the module's docstring
@@ -330,6 +339,8 @@ class _Task:
                     limit=info.max_episode_steps,
                     actions=np.concatenate(self._executed[env])[: episode.length],
                     decided=np.concatenate(self._decided[env])[: episode.length] if self._disturbance else None,
+                    fault=episode.fault,
+                    beginning=self._begun[env],
                 )
             )
             self._executed[env], self._decided[env] = [], []
@@ -344,6 +355,14 @@ class _Deciding:
     begun: float
     action: Future[tuple[Float32, float]]
     """[n, C, A] chunks, and when they were there."""
+
+
+def _digest(seen: Observations, row: int) -> str:
+    """Of all that is observed in a row, cut to 64 bits."""
+    found = hashlib.sha256(seen.instruction[row].encode())
+    for numbers in (seen.state[row], seen.proprio[row], *(frames[row] for frames in seen.frames.values())):
+        found.update(np.ascontiguousarray(numbers).tobytes())
+    return found.hexdigest()[:16]
 
 
 def _timed(policy: Policy, inputs: Inputs, noise: torch.Tensor | None) -> tuple[Float32, float]:
