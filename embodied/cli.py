@@ -17,6 +17,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -96,6 +97,7 @@ def _run(verb: str, arguments: list[str]) -> int:
         # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
         if hasattr(args, "check"):
             args.check()
+        args = _with_options(args, arguments)
         with _shown(args):
             result = _module(verb, name).run(args)
     if args.json is not None:
@@ -135,12 +137,17 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     """The arguments as typed data. Defaults of the settings come from the configuration or run that is named."""
     import tyro
 
+    from embodied.commands.arguments import unchecked_sections
+    from embodied.config.files import checked
+    from embodied.config.options import guessed
+
     if verb in NAMES_NO_RUN and _given(arguments, "--name"):
         raise UserError(
             f"--name is the name of a run that begins, and `embodied {verb}` begins none: leave it out; "
             f"{NAMES_NO_RUN[verb]} says where the result is written"
         )
     options: dict[str, Any] = {}
+    typed: dict[str, list[str]] = {}
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     asked_for_all = HELP_ALL in arguments
     arguments = [HELP[-1] if argument == HELP_ALL else argument for argument in arguments]
@@ -150,8 +157,8 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
         if source:
             settings = _settings(source, arguments, "run" in names, "CHECKPOINT" in VERBS[verb][1])
             known, arguments = _without_removed(arguments, settings.policy.options)
-            further, arguments = _further_options(arguments, known)
-            policy = settings.policy.model_copy(update={"options": known | further})
+            typed, arguments = _typed_options(arguments)
+            policy = settings.policy.model_copy(update={"options": known})
             options["default"] = kind(named, settings=settings.model_copy(update={"policy": policy}))
         else:
             options["default"] = kind(named)
@@ -161,13 +168,22 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
 
             show_help(verb, kind, options["default"].settings)
             raise SystemExit(0)
-        return tyro.cli(
-            kind, args=arguments, prog=f"embodied {verb}", config=(tyro.conf.HelptextFromCommentsOff,), **options
+        args = tyro.cli(
+            kind,
+            args=arguments,
+            prog=f"embodied {verb}",
+            config=(tyro.conf.HelptextFromCommentsOff,),
+            registry=unchecked_sections(),
+            **options,
         )
     except BrokenPipeError:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    if "settings" not in names:
+        return args
+    settings = _with_policy_options(checked(args.settings, "on the command line"), typed, guessed(typed))
+    return dataclasses.replace(args, settings=settings)
 
 
 def _without_removed(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -175,7 +191,7 @@ def _without_removed(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
     arguments.
 
     One that the configuration does not name is taken away already. Raises `UserError` where that is a slip."""
-    removed = [a for a in arguments if a.startswith(OPTION) and a.endswith("=") and a.count("=") == 1]
+    removed = [argument for argument in arguments if _removes(argument)]
     names = [argument[len(OPTION) : -1].replace("-", "_") for argument in removed]
     for name in names:
         slip = name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.8)
@@ -185,33 +201,49 @@ def _without_removed(arguments: list[str], known: dict[str, Any]) -> tuple[dict[
     return kept, [argument for argument in arguments if argument not in removed]
 
 
-def _further_options(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Options of the policy that the configuration does not name, and the other arguments.
+def _removes(argument: str) -> bool:
+    """True for `--policy.options.NAME=`."""
+    return argument.startswith(OPTION) and argument.endswith("=") and argument.count("=") == 1
 
-    The parser takes those that the configuration names, by their types. Whether the policy knows the others it says
-    itself."""
-    from embodied.files import parse_yaml
 
+def _typed_options(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The words of each option of the policy that is typed, and the other arguments."""
     rest: list[str] = []
-    values: list[str] | None = None
-    groups: dict[str, list[str]] = {}
+    values = rest
+    found: dict[str, list[str]] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if argument.startswith("--"):
-            name = key.removeprefix(OPTION).replace("-", "_")
-            ours = key.startswith(OPTION) and not {name, name.removeprefix("no_")} & known.keys()
-            values = groups.setdefault(name, []) if ours else None
-            if values is None:
-                rest.append(argument)
-            elif equals:
-                values.append(value)
+        if _removes(argument):
+            values = rest
+        elif not argument.startswith("--"):
+            values.append(argument)
+        elif key.startswith(OPTION):
+            values = found.setdefault(key.removeprefix(OPTION).replace("-", "_"), [])
+            values += [value] if equals else []
         else:
-            (rest if values is None else values).append(argument)
-    found: dict[str, Any] = {}
-    for name, texts in groups.items():
-        read = [parse_yaml(text, f"{OPTION}{name}") for text in texts]
-        found[name] = True if not read else read[0] if len(read) == 1 else read
+            values = rest
+            values.append(argument)
     return found, rest
+
+
+def _with_options(args: Any, arguments: list[str]) -> Any:
+    """The arguments with the typed options of the policy as its kind declares them, which has to be imported."""
+    from embodied.config.options import as_declared
+
+    typed, _ = _typed_options(arguments)
+    if not typed:
+        return args
+    from policies.registry import policy_class, types_of
+
+    options = as_declared(typed, types_of(policy_class(args.settings.policy.kind)))
+    return dataclasses.replace(args, settings=_with_policy_options(args.settings, typed, options))
+
+
+def _with_policy_options(config: Config, typed: Collection[str], options: dict[str, Any]) -> Config:
+    """The configuration with these options of the policy, and those of its own that were not typed."""
+    own = {name: value for name, value in config.policy.options.items() if name not in typed}
+    policy = config.policy.model_copy(update={"options": own | options})
+    return config.model_copy(update={"policy": policy})
 
 
 def _settings(named: str, arguments: list[str], may_be_a_run: bool, may_be_a_checkpoint: bool) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -148,6 +149,13 @@ def parse_yaml(text: str, source: str) -> Any:
     return data
 
 
+def yaml_text(data: Any, *, flow: bool = False) -> str:
+    """YAML of which `parse_yaml` makes the same data; `flow`: in one line."""
+    width = 2**16 if flow else None
+    text: str = yaml.dump(data, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, width=width)
+    return text
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping, where PyYAML takes the last: the first would be read over."""
 
@@ -162,6 +170,17 @@ class _Loader(yaml.SafeLoader):
                     )
                 seen.add(key.value)
         return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts what `_Loader` would read as a number in quotes."""
+
+
+for _side in (_Loader, _Dumper):
+    # YAML 1.1 takes these for text, for want of a dot or a sign: 6e-1, 1e3, 80.0e9.
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def _check_values(data: Any, source: str) -> None:

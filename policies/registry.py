@@ -10,9 +10,10 @@ import importlib
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -142,6 +143,14 @@ def arguments_of(cls: type[Policy]) -> dict[str, Any]:
         return {field.name: field.default for field in fields(cls.options_type)}
     parameters = inspect.signature(cls).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def types_of(cls: type[Policy]) -> dict[str, Any]:
+    """The options of the class with the types that it declares; `Any` where it declares none, or none that is known."""
+    hints: dict[str, Any] = {}
+    with suppress(NameError):  # a class of your own may name what only a type checker imports
+        hints = get_type_hints(cls.options_type or cls.__init__)
+    return {name: hints.get(name, Any) for name in arguments_of(cls)}
 
 
 def _fits(value: Any, default: Any) -> bool:

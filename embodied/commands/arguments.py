@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 import tyro
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from embodied.config.schema import Config
+from embodied.config.schema import Config, Section
 from embodied.errors import UserError
 from embodied.run import RUNS
 
@@ -338,3 +339,20 @@ class ReportArguments:
     """Folder of the runs."""
     json: Path | None = None
     """Write the result to this file."""
+
+
+def unchecked_sections() -> ConstructorRegistry:
+    """The parser's rule that puts the configuration's sections together unchecked, for `files.checked` to find all
+    mistakes at once: the parser itself shows an error of pydantic's as it comes, or raises it."""
+    registry = ConstructorRegistry()
+    registry.struct_rule(_unchecked)
+    return registry
+
+
+def _unchecked(info: StructTypeInfo) -> StructConstructorSpec | None:
+    if not (isinstance(info.type, type) and issubclass(info.type, Section)):
+        return None
+    hints = get_type_hints(info.type, include_extras=True)
+    fields = info.type.model_fields.items()
+    described = (StructFieldSpec(name, hints[name], getattr(info.default, name), f.description) for name, f in fields)
+    return StructConstructorSpec(info.type.model_construct, tuple(described))

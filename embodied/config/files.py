@@ -11,13 +11,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from embodied.config.schema import HERE, Config, explained, refuse_code
 from embodied.errors import UserError, nearest
-from embodied.files import read_yaml, write_whole
+from embodied.files import read_yaml, write_whole, yaml_text
 
 CONFIGS = HERE / "configs"
 
@@ -57,6 +56,11 @@ def parse_config(data: dict[str, Any], source: str) -> Config:
         raise UserError(f"{source}: {explained(error, list(all_settings()))}") from error
 
 
+def checked(config: Config, source: str) -> Config:
+    """The configuration of sections that were put together unchecked. Raises as `parse_config` does."""
+    return parse_config(config.model_dump(warnings=False), source)
+
+
 def with_settings(config: Config, settings: Mapping[str, Any], source: str) -> Config:
     """The configuration with other values of settings, by their keys as on the command line (`optim.policy_lr`).
 
@@ -76,7 +80,7 @@ def with_settings(config: Config, settings: Mapping[str, Any], source: str) -> C
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration: every key, so that a later default cannot change what the run was."""
-    write_whole(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    write_whole(path, yaml_text(config.model_dump(mode="json")))
 
 
 def saved_config(path: Path) -> Config:

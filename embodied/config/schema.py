@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from tyro.constructors import PrimitiveConstructorSpec
 
 from embodied.errors import UserError, nearest, shown
+from embodied.files import parse_yaml, yaml_text
 from embodied.hub import checkpoint_folder
 from sim_farm.contract import Gripper, Orientation
 
@@ -57,22 +58,58 @@ class Section(BaseModel):
         return value
 
 
+WORDS = {
+    "Value error, ": "",
+    "Input should": "it should",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+"""Words of pydantic's messages, and ours in their place."""
 MOST_PROBLEMS = 5
 """Number of mistakes that one message names."""
 
 
 def explained(error: ValidationError, known: Sequence[str]) -> str:
     """The mistakes in words, of many the first; an unknown key with the nearest of the `known`."""
-    every = error.errors(include_url=False)
+    by_key: dict[str, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        place, unknown = item["loc"], item["type"] == "extra_forbidden"
+        key = ".".join(map(str, place)) if unknown else _key_of(place, known)
+        by_key.setdefault(key, []).append(item)
+    every = [_explain(key, items, known) for key, items in by_key.items()]
     more = f"; and {len(every) - MOST_PROBLEMS} more" if len(every) > MOST_PROBLEMS else ""
-    return "; ".join(_explain(item, known) for item in every[:MOST_PROBLEMS]) + more
+    return "; ".join(every[:MOST_PROBLEMS]) + more
 
 
-def _explain(item: Any, known: Sequence[str]) -> str:
-    key = ".".join(str(part) for part in item["loc"])
+def _key_of(place: Sequence[str | int], known: Sequence[str]) -> str:
+    """The key of a mistake, with its place in a list; without the names of the types that the value could have had."""
+    keys = [".".join(map(str, place[: i + 1])) for i in range(len(place))]
+    last = next((i for i, key in enumerate(keys) if key in known), len(place))
+    return ".".join(str(part) for i, part in enumerate(place) if i <= last or isinstance(part, int))
+
+
+def _explain(key: str, items: Sequence[Any], known: Sequence[str]) -> str:
+    """One mistake: of a setting that may be of several types, what each of them says."""
+    item = items[0]
     if item["type"] == "extra_forbidden":
         return f"unknown key {shown(key)}{nearest(key[:100], list(known))}"
-    return f"{key[:100]}: {item['msg'][:300]} (got {shown(item['input'])})"
+    says = " or ".join(dict.fromkeys(_says(item["msg"]) for item in items))
+    return f"{key[:100]}: {says} (got {shown(item['input'])}){_as_a_share(item)}"
+
+
+def _says(message: str) -> str:
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
+    return message[:300]
+
+
+def _as_a_share(item: Any) -> str:
+    """What a percentage is as a share, where a number that is at most 1 was given as one."""
+    given, most = item["input"], item.get("ctx", {}).get("le", item.get("ctx", {}).get("lt"))
+    with suppress(TypeError, ValueError):  # a text may be a number, too
+        if most == 1 and 2 <= float(given) <= 100:
+            return f"; {float(given):g}% is {float(given) / 100:g}"
+    return ""
 
 
 def _below_runs(name: str) -> str:
@@ -135,8 +172,8 @@ def _entry(text: str) -> Any:
     if not text.lstrip().startswith("{"):
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text, "it")
+    except UserError:
         raise ValueError(f"{text[:200]} is no mapping in YAML, as '{{image: observation.images.front}}' is") from None
 
 
@@ -147,7 +184,7 @@ def _with_a_text_as_task(differs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry_text(value: Any) -> str:
-    return value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=2**16).strip()
+    return value if isinstance(value, str) else yaml_text(value, flow=True).strip()
 
 
 FeatureNames = Annotated[
@@ -174,6 +211,21 @@ ExtraTask = Annotated[
     ),
 ]
 """Settings of a further task that differ from `env`."""
+
+
+def _device(name: str) -> str:
+    if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name, re.ASCII) is None:
+        raise ValueError("it should be auto, cpu, cuda, or a GPU by its number (cuda:1)")
+    return name
+
+
+def _ascending(rates: tuple[float, float]) -> tuple[float, float]:
+    if rates[0] > rates[1]:
+        raise ValueError(f"the lower rate comes first: {rates[1]:g} {rates[0]:g}")
+    return rates
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _names(entries: Sequence[str]) -> tuple[str, ...]:
@@ -270,7 +322,7 @@ class PolicyConfig(Section):
     policy's checkpoint says. Demonstrations are learned from in pieces of this length."""
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
+    device: Annotated[str, AfterValidator(_device)] = "auto"
     """Device of policy worker, learner and evaluator: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
     plan may give policy worker and learner others, unless one is named by its number; with `cpu`, processes on the CPU
     stand in for the accelerators of a plan file."""
@@ -307,11 +359,11 @@ class RolloutConfig(Section):
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
     """Roll out up to so many episodes of each environment until as many episode groups are informative as
     `episodes_per_env` yields (DAPO's dynamic sampling)."""
-    curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    curriculum: Share = 0.0
     """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
     p (1 - p), p being how often its last 30 or so episodes were solved; the others are drawn evenly. 0: all are.
     Training success is then that of the starts that were drawn, and nearer to a half than that of all."""
-    task_curriculum: Annotated[float, Field(ge=0, le=1)] = 0.0
+    task_curriculum: Share = 0.0
     """Share of a task's `decisions` that its environments take in proportion to p (1 - p), p being how often its last
     100 or so episodes were solved, over that of the task with the most: tasks that are always or never solved are
     rolled out less (ppo, several tasks). 0: all alike."""
@@ -320,9 +372,9 @@ class RolloutConfig(Section):
 
 
 class AdvantageConfig(Section):
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Share = 0.99
     """Discount per decision (of each action, where `credit` is given to actions)."""
-    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    lam: Share = 0.95
     """Lambda of the generalised advantage."""
     credit: Literal["chunk", "action"] = "chunk"
     """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions, which takes a
@@ -352,13 +404,13 @@ class AdvantageConfig(Section):
     reward_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy that is taken off each decision's reward
     (reinforce_reference)."""
-    keep_rates: tuple[float, float] | None = None
+    keep_rates: Annotated[tuple[Share, Share], AfterValidator(_ascending)] | None = None
     """Leave out episode groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always
     are."""
 
 
 class LossConfig(Section):
-    clip: Annotated[float, Field(gt=0)] = 0.2
+    clip: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Clip range of the ratio, below one and (unless clip_high is set) above."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Clip range above one (DAPO's clip-higher)."""
@@ -370,7 +422,7 @@ class LossConfig(Section):
     """Unit of equal weight in the loss (grpo): every decision, or every episode whatever its length."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Clip range of the value prediction; None does not clip."""
-    value_coef: float = 0.5
+    value_coef: Annotated[float, Field(ge=0)] = 0.5
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -402,9 +454,9 @@ class OptimConfig(Section):
     """Samples per optimiser step; 0: all samples of an iteration."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """Samples per forward pass; changes memory, never the result. None: the whole minibatch."""
-    policy_lr: float = 3e-4
+    policy_lr: Annotated[float, Field(ge=0)] = 3e-4
     """Learning rate of the policy."""
-    value_lr: float = 3e-4
+    value_lr: Annotated[float, Field(ge=0)] = 3e-4
     """Learning rate of the value head."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
@@ -419,12 +471,12 @@ class OptimConfig(Section):
     are as small as 1e-5 itself; there 1e-8 is usual."""
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 0.5
     """Gradients are scaled down to this norm; `.inf` leaves them as they are."""
-    non_finite_limit: int = 3
+    non_finite_limit: Annotated[int, Field(ge=1)] = 3
     """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
     lr_kl: Annotated[float, Field(gt=0)] | None = None
     """Let the policy's learning rate fall where an update's approximate KL was above twice this, and rise where it was
     below half of it."""
-    target_kl: float | None = None
+    target_kl: Annotated[float, Field(gt=0)] | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads of each rank's update; 0: as many as its network can use, of its share of the cores, and no more than
@@ -648,8 +700,8 @@ class Config(Section):
     with a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Rollout and update, so many times."""
-    stop_at_success: float | None = None
-    """End early when the mean success of the last 100 training episodes reaches this."""
+    stop_at_success: Annotated[float, Field(gt=0, le=1)] | None = None
+    """End early when the mean success of the last 100 training episodes reaches this share: 0.95."""
     stop_at_return: float | None = None
     """End early when the mean return of the last 100 training episodes reaches this: for tasks without success."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import schedulers
 from embodied.devices import accelerators, memory_bytes
@@ -74,22 +72,11 @@ def read_cluster(reference: str, device: str) -> Cluster:
     path = Path(reference)
     if not path.is_file():
         raise UserError(f"there is no cluster file {reference!r}{nearest(reference, ['local'])}")
-    data = _numbers(read_yaml(path))
+    data = read_yaml(path)
     try:
         return schedulers.from_data(Cluster, data)
     except PlanError as error:
         raise UserError(f"{path}: {str(error)[:2000]}") from error
-
-
-def _numbers(data: Any) -> Any:
-    """With `1e12` and `80.0e9` as numbers: YAML 1.1 takes them for text, for want of a dot or a sign."""
-    if isinstance(data, dict):
-        return {key: _numbers(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [_numbers(value) for value in data]
-    if isinstance(data, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", data):
-        return float(data)
-    return data
 
 
 # --- Which of a workflow's components simulate, decide, pass on and train: all that planning knows about them.

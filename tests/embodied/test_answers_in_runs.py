@@ -180,7 +180,7 @@ def test_a_prompt_longer_than_the_model_takes_is_one_message(tmp_path: Path) -> 
 )
 def test_a_limit_of_zero_is_one_message(section: str, key: str, says: str, model: Path) -> None:
     changes: dict[str, Any] = {section: {key: 0}}
-    with pytest.raises(UserError, match=f"{says}: Input should be greater than or equal to 1"):
+    with pytest.raises(UserError, match=f"{says}: it should be at least 1"):
         parse_config(settings(model, **changes), "test")
 
 

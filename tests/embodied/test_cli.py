@@ -21,6 +21,7 @@ from embodied.commands.short_help import CHANGED, EXAMPLES, READ
 from embodied.commands.train import with_settings
 from embodied.config.files import all_settings, shipped_configs
 from embodied.config.schema import Config
+from embodied.errors import UserError
 from embodied.files import parse_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -224,12 +225,9 @@ def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Pa
     output = refusal_here(*start, "--policy.options.head", "l1", "--policy.options.proprio=false")
     assert "action_head" not in output and "vision_backbone--150000_checkpoint.pt is there and not used" in output
     options = ["--policy.options.head", "l1", "--policy.options.film", "--policy.options.no-value-per-action"]
-    arguments = cli._parse("eval", cli._module("eval", "evaluate").Arguments, "openvla_oft_tiny", [
-        "openvla_oft_tiny", *options, "--policy.options.lora-parts", "language", "vision", "--seed", "3",
-    ])  # fmt: skip
-    found = arguments.settings.policy.options
+    found = options_of("openvla_oft_tiny", *options, "--policy.options.lora-parts", "language", "vision", "--seed", "3")
     assert found["head"] == "l1" and found["film"] is True and found["value_per_action"] is False
-    assert found["lora_parts"] == ["language", "vision"] and arguments.settings.seed == 3
+    assert found["lora_parts"] == ["language", "vision"]
     assert "no architecture argument 'hed'; did you mean head?" in refusal_here(
         "eval", "openvla_oft_tiny", "--policy.options.hed", "l1"
     )
@@ -238,7 +236,51 @@ def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Pa
 def options_of(*arguments: str) -> dict[str, Any]:
     """The policy's options as a command has them."""
     kind = cli._arguments("train", "train")
-    return cli._parse("train", kind, arguments[0], [*arguments]).settings.policy.options
+    parsed = cli._parse("train", kind, arguments[0], [*arguments])
+    return cli._with_options(parsed, [*arguments]).settings.policy.options
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "found"),
+    [
+        ("language", "prompt|{} Put it in a box.", {"prompt": "{} Put it in a box."}),
+        ("language", "prompt|{} {}: a # b", {"prompt": "{} {}: a # b"}),
+        ("language", "prompt|{}", {"prompt": "{}"}),
+        ("language", "system|12", {"system": "12"}),
+        ("language", "system|no", {"system": "no"}),
+        ("language", "temperature|6e-1", {"temperature": 0.6}),
+        ("language", "temperature|1", {"temperature": 1}),
+        ("language", "rows|1e1", {"rows": 10.0}),
+        ("language", "no-chat", {"chat": False}),
+        ("language", "chat|false", {"chat": False}),
+        ("openvla", "lora_parts|vision", {"lora_parts": ["vision"]}),
+        ("openvla", "lora_parts|[vision, language]", {"lora_parts": ["vision", "language"]}),
+        ("openvla", "transforms|{name: a}", {"transforms": [{"name": "a"}]}),
+        ("openvla_oft", "step|150000", {"step": 150000}),
+        ("openvla_oft", "step|latest", {"step": "latest"}),
+        ("openvla_oft", "proprio", {"proprio": True}),
+        ("pi0", "steps|null", {"steps": None}),
+        ("pi0", "noise_bounds|8e-2|16e-2", {"noise_bounds": [0.08, 0.16]}),
+        ("gaussian_mlp", "widths|64", {"widths": [64]}),
+    ],
+)
+def test_an_option_is_read_as_its_kind_declares_it(
+    kind: str, words: str, found: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text(f"policy: {{kind: {kind}}}\n")
+    name, *values = words.split("|")
+    assert options_of(str(config), f"--policy.options.{name}", *values) == found
+
+
+def test_an_option_of_one_value_takes_one(tmp_path: Path) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text("policy: {kind: language, options: {temperature: 1}}\n")
+    assert options_of(str(config), "--policy.options.temperature", "0.8") == {"temperature": 0.8}, "not a whole number"
+    with pytest.raises(UserError, match="--policy.options.prompt takes one value, got 2: put a text"):
+        options_of(str(config), "--policy.options.prompt", "{}", "box")
+    with pytest.raises(UserError, match="--policy.options.prompt has no value"):
+        options_of(str(config), "--policy.options.prompt")
 
 
 def test_options_of_the_policy_are_removed_whether_or_not_the_configuration_names_them(tmp_path: Path) -> None:

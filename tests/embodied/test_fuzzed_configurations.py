@@ -81,7 +81,7 @@ def _config(path: Path) -> None:
         ('name: "a\\0b"', "an end in its midst"),
         ("name: ../../elsewhere", "below runs/"),
         ("name: /elsewhere", "below runs/"),
-        ("optim: {policy_lr: .nan}", "optim.policy_lr: Input should be a finite number"),
+        ("optim: {policy_lr: .nan}", "optim.policy_lr: it should be a finite number"),
         ("iterations: 1" + "0" * 30, "at most 2147483647"),
         ("farm: {devices: [1" + "0" * 30 + "]}", "at most 2147483647"),
         ("x: !!python/object/apply:os.system [echo]", "could not determine a constructor"),
