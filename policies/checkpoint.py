@@ -79,12 +79,20 @@ def load_into(policy: Policy, folder: str | Path) -> None:
     Raises `PolicyError`, and leaves the policy as it was, if the folder is damaged, holds numbers that are not
     finite, or a policy of another kind, spec or architecture; its incidental entries may differ.
     """
+    check_into(policy, folder)
+    _fill(policy, Path(folder))
+
+
+def check_into(policy: Policy, folder: str | Path) -> None:
+    """Raise `PolicyError` if the folder holds a policy of another kind, spec or architecture; reads no tensor."""
     folder = Path(folder)
     found, expected = _read_config(folder / CONFIG), _config(policy)
     differences = _differences(found, expected, type(policy))
     if differences:
-        raise PolicyError(f"{folder} holds another policy than this run's: {'; '.join(differences)}")
-    _fill(policy, folder)
+        raise PolicyError(
+            f"{folder} holds another policy than this run's: {'; '.join(differences)}. Set env.task, env.control_mode, "
+            "policy.reads and policy.options as it was trained with (its run's config.yaml has them), or name another"
+        )
 
 
 def _config(policy: Policy) -> dict[str, Any]:

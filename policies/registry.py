@@ -90,6 +90,8 @@ def check(kind: str, architecture: Mapping[str, Any]) -> None:
     """Raise `PolicyError` for what `build` would refuse whatever the task: an unknown kind or argument, files that are
     missing, or of another kind. Builds nothing."""
     cls = _checked_class(kind, architecture)
+    if cls.options_type is not None:
+        cls.options_type(**architecture)  # raises for a value that an option does not take
     _check_kind(kind, cls, architecture.get("checkpoint"))
     cls.check_files(architecture)
 
@@ -105,8 +107,8 @@ def check_actions(kind: str, spec: PolicySpec) -> None:
             "policy.kind to categorical_mlp"
         )
     raise PolicyError(
-        f"{kind} chooses among discrete actions, and the task's are {spec.action_dim} real numbers: set policy.kind to "
-        "gaussian_mlp or flow"
+        f"{kind} chooses among discrete actions, and the task's are real numbers: set policy.kind to gaussian_mlp or "
+        "flow"
     )
 
 

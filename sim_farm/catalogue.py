@@ -25,6 +25,8 @@ class Entry:
     """`module:function` that raises `FarmError` where files that all its tasks need are missing."""
     packages: tuple[str, ...] = ()
     """Distributions whose versions say which simulator it is."""
+    quick: bool = False
+    """True if an environment is made in a fraction of a second, in any process."""
     own_files: bool = False
     """True if its tasks are defined by files of their own (`Backend.files`)."""
     other_suites: str = ""
@@ -32,7 +34,7 @@ class Entry:
 
 
 CATALOGUE = {
-    "gymnasium": Entry(None, packages=("gymnasium",)),
+    "gymnasium": Entry(None, packages=("gymnasium",), quick=True),
     "libero": Entry(
         tuple(f"{suite}/{index}" for suite, count in LIBERO_SUITES.items() for index in range(count)),
         "sim_farm.backends.libero.assets:assets",
@@ -42,8 +44,8 @@ CATALOGUE = {
         "LIBERO-Plus), whose results are of other tasks",
     ),
     "maniskill": Entry(tuple(INSTRUCTIONS), packages=("mani-skill", "sapien")),
-    "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",)),
-    "text": Entry(None, packages=("tokenizers",)),
+    "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",), quick=True),
+    "text": Entry(None, packages=("tokenizers",), quick=True),
 }
 """Description by simulator name. A simulator without an entry, as a user's own, is imported instead."""
 
@@ -68,6 +70,12 @@ def check_task(task: str) -> None:
     if entry is not None and entry.files is not None:
         module, function = entry.files.split(":")
         getattr(importlib.import_module(module), function)()
+
+
+def is_quick(task: str) -> bool:
+    """True if the task's simulator makes an environment in a fraction of a second, in any process."""
+    entry = _served_by(task.partition("/")[0])
+    return entry is not None and entry.quick
 
 
 def has_cameras(task: str) -> bool:

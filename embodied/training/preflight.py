@@ -24,6 +24,7 @@ from embodied.run import checkpoint
 from embodied.run.folder import interim_root, lasting_root
 from embodied.run.saved_settings import recorded_settings
 from embodied.training.first_checks import nothing_to_learn
+from embodied.training.fitting import check_fits
 from embodied.training.selection import selection_protocol
 from embodied.workflows.checks import check_starts, check_task_curriculum
 from embodied.workflows.context import task_spec
@@ -56,6 +57,7 @@ def check_run(config: Config) -> None:
         _check_problems(task, task.env.task)
         task_spec(task)
         episodes_of(task, task.seed)  # whether environments fill episode groups
+    check_fits(config, config.policy.init)
 
 
 def check_training(config: Config) -> None:
@@ -122,8 +124,8 @@ def check_own_evaluation(config: Config) -> None:
 def check_subject(config: Config, tasks: Iterable[str], folder: Path | None, protocol: str | None = None) -> None:
     """`check_evaluation`, and that the policy of the checkpoint `folder` (None: of `policy.init`) is not wrong by
     construction in the configuration's environments, which a published `protocol` may have determined."""
-    check_evaluation(config, tasks)
     begun = config.policy.init if folder is None else folder
+    check_evaluation(config, tasks, begun)
     if begun is not None:
         check_checkpoint(begun, config, protocol=protocol)
 
@@ -133,13 +135,15 @@ def published(config: Config) -> str | None:
     return config.eval.protocol if config.eval.protocol in PRESETS else None
 
 
-def check_evaluation(config: Config, tasks: Iterable[str]) -> None:
-    """Check policy, tasks and environments of an evaluation. Raises as `check_run` does."""
+def check_evaluation(config: Config, tasks: Iterable[str], begun: Path | None = None) -> None:
+    """Check policy, tasks and environments of an evaluation, where it has one of the checkpoint `begun`. Raises as
+    `check_run` does."""
     check_policy(config)
     for task in tasks:
         check_task(task)
         _check_problems(config, task)
     task_spec(config)
+    check_fits(config, begun)
     num_envs = config.eval.num_envs or config.env.num_envs
     check_spec(farm_spec(config, EndlessEpisodes(config.seed), _configured(config).farms[0], num_envs))
 

@@ -272,3 +272,44 @@ def test_a_dry_run_of_episodes_and_of_a_plan(capsys: pytest.CaptureFixture[str])
     assert cli.main(["train", "reach_grpo", "--dry-run", "--plan.mode", "auto"]) == 0
     said = capsys.readouterr().out
     assert "samples at most 640" in said and "plan searched for when the run begins (auto)" in said
+
+
+UNFIT = {
+    "choices for real numbers": (
+        "reach",
+        ["--policy.kind", "categorical_mlp"],
+        "set policy.kind to gaussian_mlp or flow",
+    ),
+    "of a slow simulator": (
+        "pushcube",
+        ["--policy.kind", "categorical_mlp"],
+        "set policy.kind to gaussian_mlp or flow",
+    ),
+    "real numbers for choices": ("cartpole", ["--policy.kind", "gaussian_mlp"], "set policy.kind to categorical_mlp"),
+    "no state": ("reach", ["--policy.reads", "proprio"], "the task has state of 16 numbers, proprio of 10 numbers"),
+    "no camera": ("reach", ["--policy.kind", "flow", "--policy.options.encoder", "cnn"], "Set policy.reads to what"),
+    "an option": ("openvla_tiny", ["--policy.options.temperature", "0"], "temperature must be greater than 0, got 0"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_a_policy_that_does_not_fit_the_task_is_refused_before_ray_is_started(
+    case: str, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, changes, remedy = UNFIT[case]
+    options = (
+        [] if config == "openvla_tiny" else ["--policy.options.initial-log-std=", "--policy.options.critic-widths="]
+    )
+    assert remedy in refusal(capsys, *command(verb, config, *changes, *options))
+
+
+def test_a_checkpoint_of_other_sizes_is_refused_before_ray_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = ["--iterations", "1", "--rollout.decisions", "16", "--eval.episodes", "1", "--eval.videos", "0"]
+    assert cli.main(["train", "reach", "--name", "first", "--runtime.mode", "inline", *small]) == 0
+    capsys.readouterr()
+    for verb in (["eval", "runs/first"], ["train", "reach", "--policy.init", "runs/first"]):
+        output = refusal(capsys, *verb, "--env.task", "tabletop/push")
+        assert "spec.state_dim is 16, expected 35" in output and "Set env.task, env.control_mode" in output
