@@ -69,10 +69,12 @@ def train(
     from embodied.commands.train import train_run
     from embodied.config.files import with_settings
     from embodied.reporting.results import TrainingResult
+    from embodied.workflows.unread import check_read
 
     name = config if isinstance(config, str) else "run"
     config = load_config(config) if isinstance(config, str) else config
     config = with_settings(config, settings or {}, "embodied.train")
+    check_read("train", settings or {})
     result = train_run(config, config.name or Path(name).stem, Path(runs_dir), resume, callbacks)
     return TrainingResult.of(result)
 
@@ -88,8 +90,11 @@ def evaluate(
     """
     from embodied.commands.evaluate import evaluate_run
     from embodied.reporting.results import EvaluationResult
+    from embodied.workflows.unread import check_read
 
-    config = _settings_of(run, code, {f"eval.{key}": value for key, value in settings.items()}, "embodied.evaluate")
+    named = {f"eval.{key}": value for key, value in settings.items()}
+    config = _settings_of(run, code, named, "embodied.evaluate")
+    check_read("eval", named)
     folder = None if checkpoint is None else Path(checkpoint)
     return EvaluationResult.of(evaluate_run(str(run), config, folder, Path(".")))
 
@@ -109,8 +114,10 @@ def record(
     as `embodied record` does. `settings` are other values of its settings by their keys."""
     from embodied.commands.record import record_run
     from embodied.reporting.results import RecordingResult
+    from embodied.workflows.unread import check_read
 
     config = _settings_of(run, code, settings or {}, "embodied.record")
+    check_read("record", settings or {})
     folder = None if checkpoint is None else Path(checkpoint)
     return RecordingResult.of(record_run(str(run), config, folder, Path(out), episodes, only_successes, Path(".")))
 

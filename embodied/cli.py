@@ -140,6 +140,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     from embodied.commands.arguments import unchecked_sections
     from embodied.config.files import checked
     from embodied.config.options import guessed
+    from embodied.workflows.unread import changed_settings, check_read
 
     if verb in NAMES_NO_RUN and _given(arguments, "--name"):
         raise UserError(
@@ -183,6 +184,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     if "settings" not in names:
         return args
     settings = _with_policy_options(checked(args.settings, "on the command line"), typed, guessed(typed))
+    check_read(verb, changed_settings(options["default"].settings, settings))
     return dataclasses.replace(args, settings=settings)
 
 

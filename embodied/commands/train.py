@@ -18,6 +18,7 @@ from embodied.config.files import all_settings, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from embodied.files import parse_yaml
+from embodied.workflows.unread import check_read
 
 if TYPE_CHECKING:
     from embodied.training.callbacks import Callback
@@ -106,6 +107,7 @@ def variants(config: Config, source: str, seeds: Sequence[int], sweep: Sequence[
     cannot take, or what is named twice.
     """
     choices = [_choices(entry) for entry in sweep]
+    check_read("train", dict(choices))
     if len({key for key, _ in choices}) < len(choices) or len(set(seeds)) < len(seeds):
         raise UserError("each setting of --sweep, and each of --seeds, is named once")
     found = []

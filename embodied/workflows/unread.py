@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from embodied.config.files import all_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, shown
 from embodied.workflows.recipes import RECIPES, Recipe, recipe_of
@@ -157,3 +158,77 @@ def check_unread(config: Config) -> None:
 
 def _value(config: Config, key: str) -> Any:
     return operator.attrgetter(key)(config)
+
+
+# --- settings that a command does not read, whatever the configuration
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Settings that a command reads."""
+
+    settings: tuple[str, ...]
+    """Sections, as `env`, and single keys, as `optim.threads`."""
+    but: tuple[str, ...] = ()
+    """Keys of these sections that it does not read."""
+
+    def __contains__(self, key: str) -> bool:
+        return (key in self.settings or key.partition(".")[0] in self.settings) and key not in self.but
+
+    def beside(self, key: str) -> str:
+        """The settings of the key's section that are read, or else the sections."""
+        section = key.partition(".")[0]
+        own = [name.removeprefix(f"{section}.") for name in all_settings() if name.startswith(f"{section}.")]
+        if own := [name for name in own if f"{section}.{name}" in self]:
+            return f"of {section} it reads {', '.join(own)}"
+        return f"it reads {', '.join(name for name in self.settings if '.' not in name)}"
+
+
+_EPISODES = ("seed", "env", "farm", "policy", "extra_tasks", "runtime")
+_ACTS = ("policy.replicas", "runtime.trace")
+"""Of a training run alone: elsewhere one process decides, and no iteration is traced."""
+_ITERATIONS = (*_EPISODES, "workflow", "rollout", "advantage", "loss", "optim", "reward", "plan")
+_DURING = ("eval.every", "eval.every_episodes")
+VERBS = {
+    "train": Reads((*(name for name in Config.model_fields if name != "sft"),)),
+    "sft": Reads(
+        (*_EPISODES, "name", "track", "sft", "eval", "optim.micro_batch", "optim.max_grad_norm", "optim.threads"),
+        (*_ACTS, *_DURING),
+    ),
+    "eval": Reads((*_EPISODES, "eval"), (*_ACTS, *_DURING)),
+    "record": Reads(
+        (
+            *("seed", "env", "farm", "policy", "runtime"),
+            *("eval.greedy", "eval.init_states", "eval.num_envs"),
+        ),
+        _ACTS,
+    ),
+    "serve": Reads(("seed", "env", "policy"), _ACTS),
+    "inspect": Reads(
+        ("seed", "env", "policy", "extra_tasks", "sft", "eval.tasks"),
+        (*_ACTS, "sft.steps", "sft.batch", "sft.lr", "sft.measure_every", "sft.checkpoint_every"),
+    ),
+    "profile": Reads(_ITERATIONS),
+    "plan": Reads(_ITERATIONS),
+    "compare": Reads((*_ITERATIONS, "name")),
+}
+"""What each command reads that takes settings. A file serves several commands: only what is typed is held against it.
+What profiles and plans a training run takes that run's settings."""
+
+
+def check_read(verb: str, typed: Mapping[str, Any]) -> None:
+    """Raise `UserError` for settings, given with these values by their keys, that the command does not read."""
+    unread = {key: value for key, value in typed.items() if key not in VERBS[verb]}
+    if not unread:
+        return
+    given = " and ".join(f"{key} ({shown(value)})" for key, value in unread.items())
+    leave = "leave it out" if len(unread) == 1 else "leave them out"
+    beside = "; ".join(dict.fromkeys(VERBS[verb].beside(key) for key in unread))
+    others = [other for other, reads in VERBS.items() if all(key in reads for key in unread)]
+    by = f"; read by {', '.join(f'`embodied {other}`' for other in others)}" if others else ""
+    raise UserError(f"`embodied {verb}` does not read {given}: {leave}; {beside}{by}")
+
+
+def changed_settings(before: Config, after: Config) -> dict[str, Any]:
+    """The settings of which two configurations have other values, with those of the second."""
+    return {key: _value(after, key) for key in all_settings() if _value(before, key) != _value(after, key)}

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
+import embodied
+from embodied import cli
 from embodied.algorithms.estimators import gae
+from embodied.commands.evaluate import evaluate_run
+from embodied.commands.record import record_run
+from embodied.commands.sft import sft_run
 from embodied.commands.train import train_run
 from embodied.config.files import all_settings, parse_config
 from embodied.config.schema import Config, Section
@@ -18,7 +23,7 @@ from embodied.metric import undeclared
 from embodied.reporting import metrics
 from embodied.training.declared_metrics import COUNTS, TRAINING
 from embodied.workflows.recipes import PPO, RECIPES
-from embodied.workflows.unread import DEFAULTS, READERS, check_unread
+from embodied.workflows.unread import DEFAULTS, READERS, VERBS, changed_settings, check_read, check_unread
 from tests.variants import often
 
 SMALL: dict[str, Any] = {
@@ -180,3 +185,64 @@ def another(key: str) -> Any:
 
 def test_there_is_a_run_of_every_workflow() -> None:
     assert set(OF_WORKFLOWS) == set(RECIPES)
+
+
+# --- commands
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and a recording of its policy, on which the other commands work."""
+    folder = tmp_path_factory.mktemp("commands")
+    train_run(config_of("ppo", name="run"), "law", folder, resume=False)
+    record_run(str(folder / "run"), config_of("ppo"), None, folder / "demos", 3, False, folder)
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["eval", "record", "sft"])
+def test_what_a_command_does_not_read_is_refused_when_it_is_typed(verb: str, recorded: Path, read: set[str]) -> None:
+    config = config_of("ppo", sft={"data": [str(recorded / "demos")], "steps": 1, "holdout": 0.4}, name=verb)
+    read.clear()
+    if verb == "eval":
+        evaluate_run(str(recorded / "run"), config, None, recorded)
+    elif verb == "record":
+        record_run(str(recorded / "run"), config, None, recorded / "more", 1, False, recorded)
+    else:
+        sft_run(config, "law", recorded, resume=False)
+    never = {key for key in all_settings() if key not in read and not key.startswith("env.")} - PLACED
+    assert {key for key in never if key in VERBS[verb]} <= CONDITIONAL
+
+
+CONDITIONAL = {"eval.prompt", "eval.tasks", "policy.path", "policy.init"}
+"""Read where a protocol, a suite or a checkpoint is named."""
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["sft", "reach", "--optim.ranks", "2"], "micro_batch, max_grad_norm, threads; read by `embodied train`"),
+        (["eval", "reach", "--iterations", "3"], "`embodied eval` does not read iterations (3): leave it out"),
+        (["eval", "reach", "--policy.replicas", "2"], "does not read policy.replicas (2)"),
+        (["record", "reach", "--out", "demos", "--eval.episodes", "5"], "of eval it reads init_states, greedy"),
+        (["serve", "reach", "--eval.greedy", "False"], "does not read eval.greedy (False)"),
+        (["train", "reach", "--sft.steps", "4"], "read by `embodied sft`"),
+        (["train", "reach", "--sweep", "sft.steps=4,5"], "`embodied train` does not read sft.steps ([4, 5])"),
+        (["inspect", "demos", "--config", "reach", "--sft.lr", "1"], "does not read sft.lr (1.0)"),
+        (["plan", "reach", "--eval.episodes", "3"], "does not read eval.episodes (3)"),
+    ],
+)  # fmt: skip
+def test_the_message_names_what_is_read(command: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_typed_as_it_is_anyway_is_no_mistake() -> None:
+    assert changed_settings(DEFAULTS, DEFAULTS) == {}
+    check_read("sft", {"sft.lr": 1.0, "policy.options.widths": [8], "optim.threads": 1})
+
+
+def test_from_python_too() -> None:
+    with pytest.raises(UserError, match="`embodied train` does not read sft.lr"):
+        embodied.train("reach", {"sft.lr": 0.1})
+    with pytest.raises(UserError, match="`embodied record` does not read iterations"):
+        embodied.record("reach", "demos", {"iterations": 3})

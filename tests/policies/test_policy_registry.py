@@ -233,7 +233,7 @@ def test_what_an_older_checkpoint_lacks_is_the_default(tmp_path):
     policy = build("flow", seed=1)
     policies.load_into(policy, tmp_path)
     assert same(policy, build("flow")) and same(policy, policies.load(tmp_path))
-    with pytest.raises(PolicyError, match="architecture.steps is 4, expected 2$"):
+    with pytest.raises(PolicyError, match="architecture.steps is 4, expected 2\\. Set"):
         policies.load_into(build("flow", steps=2), tmp_path)
 
 
