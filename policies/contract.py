@@ -59,6 +59,20 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class Normalised:
+    """Numbers that a policy normalises, N rows of D, beside the statistics by which it does."""
+
+    name: str
+    """`action`, `proprio` or `state`."""
+    values: Tensor
+    """[N, D] as the statistics take them: after the policy's transforms."""
+    low: Tensor
+    """[D] what becomes -1; NaN for a number that stays as it is."""
+    high: Tensor
+    """[D] what becomes 1."""
+
+
+@dataclass(frozen=True)
 class Action:
     """A decision for each row."""
 
@@ -231,6 +245,15 @@ class Policy(nn.Module):
 
         Called once, before supervised training. Policies whose units do not come from demonstrations do nothing.
         """
+
+    own_units: ClassVar[str] = ""
+    """Option, and its value, with which units are those of the demonstrations (`adopt_units`): `asset demonstrations`.
+    Empty: there is none."""
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        """Demonstrated `actions` [N, A] in the environment's units, and the proprioception [N, P] and state [N, S] of
+        the `inputs`, beside the statistics that normalise them. Empty, the default: there are none."""
+        return ()
 
     @property
     def network_image_size(self) -> int | None:

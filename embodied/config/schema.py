@@ -508,7 +508,7 @@ class RewardConfig(Section):
         return named if named is None or named.exists() or not (HERE / named).is_dir() else HERE / named
 
 
-Check = Literal["actions", "gripper", "fps", "orientation", "repeated"]
+Check = Literal["actions", "gripper", "fps", "orientation", "repeated", "statistics"]
 """Checks of demonstrations whose refusals `sft.insist` overrules."""
 
 

@@ -33,6 +33,9 @@ FAR_SHARE = 0.05
 """Actions are refused where more than this share of a dimension is far beyond the range; of recordings of ours, whose
 actions are those of a policy before they are clipped, from `FAR_OURS` times half the range on."""
 FAR_OURS = 10.0
+ENOUGH = 10
+"""Rows that have to show something before it is refused: what fewer show is said, or not concluded. A recording of two
+episodes may be at one end of a dimension but for one row."""
 SMALL = 0.05
 """Fraction of half the range; actions that all stay below it are odd."""
 EXPLODES = 20.0
@@ -235,7 +238,7 @@ def oddities(source: Source, own: Numbers) -> Iterator[Finding]:
             yield Finding(f"{dataset.folder}: {name}: {listed}")
         still = [d.name for d in odd if d.remark == "constant"]
         if still and len(still) == len(odd):
-            check: Check | None = "actions" if name == layout.ACTION else None
+            check: Check | None = "actions" if name == layout.ACTION and len(values) >= ENOUGH else None
             yield Finding(f"{dataset.folder}: {name} never changes: all of its numbers are constant", check)
     if source.copies:
         yield Finding(
@@ -281,13 +284,13 @@ def _check_actions(dataset: Dataset, own: Numbers, environment: Environment) -> 
         if not np.isfinite(limits).all():
             continue
         reach = _reach(own.action[:, i], limits)
-        share, far = float((reach > 1 + TOLERANCE).mean()), float((reach > (FAR_OURS if ours else FAR)).mean())
+        share, far = float((reach > 1 + TOLERANCE).mean()), reach > (FAR_OURS if ours else FAR)
         reached.append(float(reach.max()))
         deviation = (
             f"dimension {labels[i]} has {own.action[:, i].min():.4g} to {own.action[:, i].max():.4g}, and "
             f"{info.spec.name} takes {limits[0]:.4g} to {limits[1]:.4g} ({100 * share:.1f}% beyond)"
         )
-        if far > FAR_SHARE:
+        if far.mean() > FAR_SHARE and far.sum() >= ENOUGH:
             wrong.append(deviation)
         elif share > 0:
             beyond.append(deviation)
@@ -324,7 +327,7 @@ def _followed(own: Numbers, info: TaskInfo) -> list[int]:
     count = min(own.action.shape[1], own.proprio.shape[1])
     rows = np.flatnonzero(own.follows)
     a, s = (values[:, :count].astype(np.float64) for values in (own.action, own.proprio))
-    if not len(rows):
+    if len(rows) < ENOUGH:
         return []
     # A target is where the robot is, or where it is an env step later.
     distance = np.minimum(np.abs(a[rows] - s[rows]).mean(0), np.abs(a[rows] - s[rows + 1]).mean(0))
@@ -333,11 +336,12 @@ def _followed(own: Numbers, info: TaskInfo) -> list[int]:
 
 
 def _two_valued(values: Float32) -> tuple[float, float] | None:
-    """The two ends of a column that is nearly always at one of them, and at both."""
+    """The two ends of a column that is nearly always at one of them, and at both for `ENOUGH` rows."""
     low, high = float(values.min()), float(values.max())
     near = 0.02 * (high - low)
-    at_low, at_high = float((values <= low + near).mean()), float((values >= high - near).mean())
-    return (low, high) if high > low and at_low + at_high >= TWO_VALUED else None
+    at_ends = (values <= low + near).sum(), (values >= high - near).sum()
+    both = high > low and min(at_ends) >= ENOUGH
+    return (low, high) if both and sum(at_ends) >= TWO_VALUED * len(values) else None
 
 
 def _is(ends: tuple[float, float], wanted: tuple[float, float]) -> bool:
@@ -346,8 +350,9 @@ def _is(ends: tuple[float, float], wanted: tuple[float, float]) -> bool:
 
 def _check_gripper(dataset: Dataset, own: Numbers, environment: Environment) -> Iterator[Finding]:
     info, grip = environment.info, own.action[:, -1]
+    ours = dataset.task is not None  # its conventions have been compared
     limits = (info.action_low[-1], info.action_high[-1])
-    ends, agrees = _two_valued(grip), _agreement(own, environment)
+    ends, agrees = None if ours else _two_valued(grip), _agreement(own, environment)
     where = f"{dataset.folder}: the last action (the gripper's)"
     takes = f"env.gripper {info.spec.gripper} takes {limits[0]:g} or {limits[1]:g}"
     movement = f"it moves the gripper {'as the environment does' if agrees > 0 else 'the other way'}"
@@ -363,7 +368,7 @@ def _check_gripper(dataset: Dataset, own: Numbers, environment: Environment) -> 
     elif ends is not None and _is(ends, (-1, 1)) and _is(limits, (0, 1)):
         straight, other = "--sft.gripper from_minus_plus", "--sft.gripper from_plus_minus (or --env.gripper simulator)"
         yield Finding(f"{where} is -1 or 1, and {takes}; {remedy(straight, other)}", "gripper")
-    elif ends is not None and environment.grip.any() and dataset.task is None and not _is(ends, limits):
+    elif ends is not None and environment.grip.any() and not _is(ends, limits):
         yield Finding(
             f"{where} is {ends[0]:g} or {ends[1]:g}, and {takes}: convert the column to these two, as finger widths or "
             "other units must be",
@@ -374,9 +379,9 @@ def _check_gripper(dataset: Dataset, own: Numbers, environment: Environment) -> 
         yield Finding(f"{where}: {movement} (so the robot's state says): --sft.gripper {turned}, if that is right")
     elif environment.grip.any() and grip.min() == grip.max():
         yield Finding(f"{where} is always {grip.min():g}: the policy learns neither to open nor to close")
-    elif (
-        ends is None and environment.grip.any() and _is(limits, (-1, 1)) and 0 <= grip.min() < 0.1 and grip.max() > 0.5
-    ):
+    elif ours or ends is not None or not environment.grip.any():
+        return
+    elif _is(limits, (-1, 1)) and 0 <= grip.min() < 0.1 and grip.max() > 0.5:
         yield Finding(
             f"{where} is within {grip.min():.3g} to {grip.max():.3g}, the upper half of what the environment "
             "takes (-1 to 1): is it an opening of 0 to 1? --sft.gripper from_0_1 (or from_1_0) stretches it"
@@ -393,7 +398,7 @@ def _agreement(own: Numbers, environment: Environment) -> int:
     rows = np.flatnonzero(own.follows)
     after = own.proprio[rows + 1].astype(np.float64)
     groups = after[upper[rows]], after[~upper[rows]]
-    if min(map(len, groups)) < 10:
+    if min(map(len, groups)) < ENOUGH:
         return 0
     spread = np.sqrt(sum(group.var(0) / len(group) for group in groups))
     contrast = np.divide(groups[0].mean(0) - groups[1].mean(0), spread, out=np.zeros(len(response)), where=spread > 0)

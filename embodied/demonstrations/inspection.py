@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,10 @@ class Inspection:
                         )
         kept = f"those of {init} (policy.init), for actions; observations: the rows learned from as well"
         return replace(self, network_image_size=size, statistics=kept if init else policy.normalised_by)
+
+    def with_findings(self, more: Iterable[Finding]) -> Inspection:
+        """The table with further findings."""
+        return replace(self, findings=(*self.findings, *more))
 
     def raise_refusals(self) -> None:
         """Raise `UserError` with all refusals, and the option that insists."""
@@ -313,7 +317,7 @@ def _summary(facts: Facts, found: Inspection) -> Table:
         "episodes": f"{facts.episodes}; {learned + held_out} used{solved}: {learned} learned from, "
         f"{held_out} held out{copies}",
         "env steps": f"{facts.rows} in the episodes that are used",
-        "instructions": _instructions(facts) + _against(found.instruction, "the task's own"),
+        "instructions": _instructions(facts) + _against(found.instruction, f"{found.task} says"),
         "frames": (", ".join(f"{name} {h} x {w}" for name, (h, w) in facts.cameras.items()) or "none")
         + _against(found.image_size, "env.image_size")
         + _against(found.network_image_size, "the network is shown"),

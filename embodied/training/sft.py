@@ -24,7 +24,7 @@ from embodied.config.files import save_config
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset, layout
 from embodied.demonstrations.data_files import read_ahead
-from embodied.demonstrations.findings import observed
+from embodied.demonstrations.findings import Finding, names_of, observed
 from embodied.demonstrations.inspection import inspected, show_table, text
 from embodied.demonstrations.mixture import (
     Demonstrations,
@@ -35,6 +35,7 @@ from embodied.demonstrations.mixture import (
     gripper_map,
     open_sources,
 )
+from embodied.demonstrations.normalised import check_normalised
 from embodied.devices import Affinity, available_threads, device_of, useful_threads
 from embodied.errors import UserError
 from embodied.evaluation.protocol import expand
@@ -143,6 +144,19 @@ def recorded_starts(source: Source) -> dict[str, Any]:
     }
 
 
+def _other_statistics(policy: Policy, init: Path | None) -> str:
+    """How to learn with the statistics of the demonstrations."""
+    own = f"--policy.options.{policy.own_units}" if policy.own_units else ""
+    if init is not None:
+        more = f", with {own}" if own else ""
+        return (
+            f"These statistics belong to the weights of {init}: begin without --policy.init{more}, or convert the data"
+        )
+    if own:
+        return f"To learn with the statistics of these demonstrations: {own}"
+    return "Convert the data to the numbers that the policy was trained with"
+
+
 class Imitator:
     """Holds the policy that learns from demonstrations, and its optimiser."""
 
@@ -179,6 +193,19 @@ class Imitator:
             for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
                 for _, batch in data.batches(rows, 1, ()):
                     policy.observe(self._shown(batch))
+
+    def beside_statistics(self) -> Iterator[Finding]:
+        """Findings where what is learned from lies far outside of the statistics that normalise it."""
+        data, policy, init = self.demonstrations, self.policy, self.config.policy.init
+        columns = {"action": layout.ACTION, "proprio": layout.PROPRIO, "state": layout.STATE}
+        read = {name: column for name, column in columns.items() if name in ("action", *self.config.policy.reads)}
+        values = {name: torch.from_numpy(data.column(column)).to(device_of(policy)) for name, column in read.items()}
+        names = {name: names_of(data.datasets[0], read[name], given.shape[1]) for name, given in values.items()}
+        with self._affinity.applied():
+            inputs = Inputs(state=values.get("state"), proprio=values.get("proprio"))
+            numbers = policy.normalised_numbers(inputs, values["action"])
+        statistics = policy.normalised_by if init is None else f"those of {init}"
+        return check_normalised(numbers, names, statistics, _other_statistics(policy, init))
 
     def load(self, folder: Path) -> None:
         """Go on from a verified checkpoint."""
@@ -314,12 +341,15 @@ def imitate(
         understood.raise_refusals()
     imitator = Imitator(config, info, demonstrations)
     understood = understood.with_policy(imitator.policy, config.policy.init)
-    show_table(understood)
     log = _Log(run_dir, time.monotonic())
     if resume_from is None:
         imitator.begin()
     else:
         imitator.load(resume_from)
+    understood = understood.with_findings(imitator.beside_statistics())
+    show_table(replace(understood, findings=understood.warnings))
+    understood.raise_refusals()
+    if resume_from is not None:
         log = _Log(run_dir, log.began_s - checkpoint.read_state(resume_from).wall_s, imitator.done)
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(config, run_dir / "config.yaml")

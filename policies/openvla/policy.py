@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from policies import lora
-from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.contract import Action, Evaluation, Inputs, Normalised, PolicyError, PolicySpec
 from policies.cuda_graphs import replaying
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
 from policies.kinds import check_folders
@@ -202,6 +202,18 @@ class TokenPolicy(lora.AdaptedPolicy):
             said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
             state = None if proprio is None else self.transforms.state(proprio)
             self.statistics.adopt(said, state, gripper=self.transforms.has(Gripper))
+
+    own_units = f"unnorm_key {DEMONSTRATIONS}"
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        given, statistics = self.given_state(inputs), self.statistics
+        said = self.transforms.demonstrated(actions[:, None], given)[:, 0]
+        low, high = (torch.where(statistics.mask, end, torch.nan) for end in (statistics.low, statistics.high))
+        found = [Normalised("action", said, low, high)]
+        if given is not None and len(statistics.proprio_low):
+            state = self.transforms.state(given)
+            found.append(Normalised("proprio", state, statistics.proprio_low, statistics.proprio_high))
+        return found
 
     @property
     def network_image_size(self) -> int:

@@ -53,6 +53,11 @@ class Units:
     scale: Tensor
     """[D] or [] float64, none of them 0."""
 
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The numbers that become -1 and 1."""
+        return self.centre - self.scale, self.centre + self.scale
+
     def normalise(self, x: Tensor) -> Tensor:
         """[.., D] to float64."""
         return (x.double() - self.centre) / self.scale

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from policies import lora
-from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
+from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, PolicyError, PolicySpec
 from policies.cuda_graphs import replayed, replaying
 from policies.denoising import PICKING, Denoising, Draws, Field, stacked
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, shown, write_tensors
@@ -330,6 +330,19 @@ class Pi0(AdaptedPolicy):
             state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
             said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
             self.units.fill(demonstrated(state, said))
+
+    own_units = f"asset {DEMONSTRATIONS}"
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        given = self._given(inputs)
+        said = self.transforms.demonstrated(actions[:, None].double(), given)[:, 0]
+        found = [("action", said, self.units.action)]
+        if given is not None:
+            found.append(("proprio", self.transforms.state(given), self.units.state))
+        return [
+            Normalised(name, values, *(torch.broadcast_to(end, values.shape[1:]) for end in units.ends))
+            for name, values, units in found
+        ]
 
     def architecture(self) -> dict[str, Any]:
         return self.options.as_data()

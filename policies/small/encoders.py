@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from policies.contract import Inputs, PolicyError, PolicySpec
+from policies.contract import Inputs, Normalised, PolicyError, PolicySpec
 from policies.layers import HIDDEN_GAIN, MOST_LAYERS, checked_widths, mlp, orthogonal
 
 EPS = 1e-8
@@ -40,6 +40,10 @@ class Normalizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[.., S] to float32 [.., S]."""
         return ((x - self.mean) * torch.rsqrt(self.var + EPS)).float().clamp(-CLIP, CLIP)
+
+    def beside(self, name: str, x: Tensor) -> Normalised:
+        """The numbers `x` [N, S] beside the statistics, which take a deviation from the mean to 1."""
+        return Normalised(name, x, self.mean - self.var.sqrt(), self.mean + self.var.sqrt())
 
     @torch.no_grad()
     def observe(self, x: Tensor) -> None:
@@ -94,6 +98,10 @@ class Encoder(nn.Module):
         """Update the normalisation statistics."""
         raise NotImplementedError
 
+    def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
+        """What is read of the inputs, beside the statistics."""
+        raise NotImplementedError
+
 
 class StateEncoder(Encoder):
     """The normalised state through two tanh layers. Reads `state` alone."""
@@ -115,6 +123,9 @@ class StateEncoder(Encoder):
 
     def observe(self, inputs: Inputs) -> None:
         self.normalizer.observe(vector(inputs, "state", self.state_dim))
+
+    def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
+        return [self.normalizer.beside("state", vector(inputs, "state", self.state_dim))]
 
 
 class CnnEncoder(Encoder):
@@ -177,6 +188,11 @@ class CnnEncoder(Encoder):
     def observe(self, inputs: Inputs) -> None:
         if self.normalizer is not None:
             self.normalizer.observe(vector(inputs, "proprio", self.proprio_dim))
+
+    def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
+        if self.normalizer is None:
+            return ()
+        return [self.normalizer.beside("proprio", vector(inputs, "proprio", self.proprio_dim))]
 
     def _frame(self, inputs: Inputs, camera: str) -> Tensor:
         frame = inputs.frames.get(camera)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies import denoising
-from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted, orthogonal, time_embedding
 from policies.small.encoders import CHANNELS, ENCODERS, Encoder, Normalizer, vector
@@ -224,6 +224,9 @@ class FlowPolicy(Policy):
         self.encoder.observe(inputs)
         if isinstance(self.value_head, StateCritic):
             self.value_head.observe(inputs)
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        return self.encoder.normalised_numbers(inputs)
 
     @classmethod
     def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.layers import (
     checked_noise,
     checked_widths,
@@ -82,6 +82,9 @@ class GaussianMLP(Policy):
 
     def observe(self, inputs: Inputs) -> None:
         self.normalizer.observe(vector(inputs, "state", self.spec.state_dim))
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        return [self.normalizer.beside("state", vector(inputs, "state", self.spec.state_dim))]
 
     def architecture(self) -> dict[str, Any]:
         return {
