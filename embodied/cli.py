@@ -137,7 +137,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     """The arguments as typed data. Defaults of the settings come from the configuration or run that is named."""
     import tyro
 
-    from embodied.commands.arguments import unchecked_sections
+    from embodied.commands.arguments import check_own, unchecked_sections
     from embodied.config.files import checked
     from embodied.config.options import guessed
     from embodied.workflows.unread import changed_settings, check_read
@@ -181,6 +181,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    check_own(args)
     if "settings" not in names:
         return args
     settings = _with_policy_options(checked(args.settings, "on the command line"), typed, guessed(typed))

@@ -8,7 +8,9 @@ import sys
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from embodied.devices import hardware
 from embodied.files import write_json
@@ -38,6 +40,9 @@ def show_and_write(figures: dict[str, Any], path: Path | None) -> None:
 # measure.
 
 
+Positive, NotNegative = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
+
+
 @dataclass(frozen=True)
 class BenchFarm:
     """Env steps per second of the farm, beside gymnasium's AsyncVectorEnv and the physical limit."""
@@ -45,19 +50,19 @@ class BenchFarm:
     task: str = "maniskill/PushCube-v1"
     """ManiSkill's and LIBERO's are compared with AsyncVectorEnv over the simulator's own environment, LIBERO's
     also with its SubprocVectorEnv."""
-    cameras: int = 0
+    cameras: NotNegative = 0
     """Cameras observed; 0 observes states."""
-    size: int = 128
+    size: Positive = 128
     """Height and width of a frame."""
-    chunk: int = 1
+    chunk: Positive = 1
     """Actions per decision."""
-    num_envs: int = 8
+    num_envs: Positive = 8
     """Environments of the farm."""
-    groups: int = 2
+    groups: Positive = 2
     """Groups of environments; one is simulated while another is inferred."""
-    render_workers: int = 0
+    render_workers: NotNegative = 0
     """Processes that draw; 0: physics workers draw (fused)."""
-    seconds: float = 10.0
+    seconds: Annotated[float, Field(gt=0)] = 10.0
     """Duration of each measurement; there are three of each, in turn."""
     peer: bool = True
     """Measure the vector environments, pinned (ManiSkill: 2 and 8 environments, LIBERO: 2)."""
@@ -69,11 +74,11 @@ class BenchFarm:
 class BenchTransport:
     """Frames from a worker to a consumer: through slots, pipe, queue and Ray's object store; memcpy is the limit."""
 
-    frames: int = 2
+    frames: Positive = 2
     """Frames per message."""
-    size: int = 256
+    size: Positive = 256
     """Height and width of a frame."""
-    messages: int = 2000
+    messages: Positive = 2000
     """Messages per measurement."""
     json: Path | None = None
     """Write the result to this file."""
@@ -94,17 +99,17 @@ class BenchPolicy:
     """A Hugging Face directory."""
     unnorm_key: str = ""
     """The checkpoint's dataset, where it has several."""
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    batches: tuple[Positive, ...] = (1, 2, 4, 8, 16, 32, 64)
     """Batch sizes; those that do not fit into memory are left out, with a note."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
     dtype: str = "auto"
     """float32, bfloat16 or float16; auto is bfloat16 on a GPU and float32 on a CPU."""
-    seconds: float = 3.0
+    seconds: Annotated[float, Field(gt=0)] = 3.0
     """Duration of each measurement, a decision at least; there are three of each, in turn."""
     peer: bool = True
     """Measure Hugging Face's loop too."""
-    seed: int = 0
+    seed: NotNegative = 0
     """Seed of random weights and frames."""
     json: Path | None = None
     """Write the result to this file."""
@@ -124,19 +129,19 @@ class BenchLearner:
     """A Hugging Face directory."""
     unnorm_key: str = ""
     """The checkpoint's dataset, where it has several."""
-    micro_batches: tuple[int, ...] = (4, 8, 16, 32)
+    micro_batches: tuple[Positive, ...] = (4, 8, 16, 32)
     """Samples per forward and backward pass; those that do not fit into memory are left out, with a note."""
-    minibatch: int = 0
+    minibatch: NotNegative = 0
     """Samples per optimiser step; 0: the largest micro-batch."""
-    lora_rank: int = 32
+    lora_rank: NotNegative = 32
     """Rank of the adapters, on language model and projector; 0 trains every weight. pi0's expert is trained instead."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto is the first GPU where there is one."""
     dtype: str = "auto"
     """float32, bfloat16 or float16; auto is bfloat16 on a GPU and float32 on a CPU."""
-    seconds: float = 3.0
+    seconds: Annotated[float, Field(gt=0)] = 3.0
     """Duration of each measurement, a step at least; there are three of each, in turn."""
-    seed: int = 0
+    seed: NotNegative = 0
     """Seed of random weights and frames."""
     json: Path | None = None
     """Write the result to this file."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
+from pydantic import Field, TypeAdapter, ValidationError
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from embodied.config.schema import Config, Section
+from embodied.config.schema import Config, Section, explained
 from embodied.errors import UserError
 from embodied.run import RUNS
 
@@ -300,11 +301,11 @@ class RewardArguments:
     """Optimiser steps."""
     batch: int = 64
     """Frames per step, half of them of success."""
-    lr: float = 1e-3
+    lr: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: float = 0.2
     """Share of the episodes that is measured and not learned from."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Initial weights, batches and held-out episodes are a function of it."""
     json: Path | None = None
     """Write the result to this file."""
@@ -339,6 +340,19 @@ class ReportArguments:
     """Folder of the runs."""
     json: Path | None = None
     """Write the result to this file."""
+
+
+def check_own(args: Any) -> None:
+    """Raise `UserError` for an argument of the verb itself that is beyond the bound that its type has."""
+    for name, hint in get_type_hints(type(args), include_extras=True).items():
+        if name == "settings":
+            continue
+        try:
+            TypeAdapter(hint).validate_python(getattr(args, name))
+        except ValidationError as error:
+            place = explained(error, [])
+            dot = "" if place.startswith(":") else "."
+            raise UserError(f"--{name.replace('_', '-')}{dot}{place}") from error
 
 
 def unchecked_sections() -> ConstructorRegistry:

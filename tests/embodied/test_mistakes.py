@@ -97,6 +97,28 @@ def test_a_share_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
             parse_config({section: {name: given}}, "own.yaml")
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("bench farm --seconds -1", "--seconds: it should be greater than 0 (got -1.0)"),
+        ("bench policy --batches 4 0", "--batches.1: it should be at least 1 (got 0)"),
+        ("bench transport --size 0", "--size: it should be at least 1 (got 0)"),
+        ("bench learner --lora-rank -1", "--lora-rank: it should be at least 0 (got -1)"),
+        ("reward demos --out classifier --lr 0", "--lr: it should be greater than 0 (got 0.0)"),
+        ("reward demos --out classifier --seed -1", "--seed: it should be at least 0 (got -1)"),
+        ("reward demos --out classifier --holdout 20", "--holdout is a share of the episodes"),
+        ("record reach --out demos --episodes 0", "--episodes is at least 1, got 0"),
+        ("serve reach --port -1", "--port is of 0 to 65535, got -1"),
+        ("compare reach --repeats 0", "--repeats is at least 1, not 0"),
+        ("watch --port -1", "--port is from 0 (a free one) to 65535, got -1"),
+        ("train reach --seeds -1", "seed: it should be at least 0 (got -1)"),
+        ("train reach --sweep optim.policy_lr=-6e-1", "optim.policy_lr: it should be at least 0 (got -0.6)"),
+    ],
+)
+def test_a_verbs_own_numbers_have_bounds_too(command: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, *command.split())
+
+
 def test_a_setting_of_several_types_has_one_mistake() -> None:
     with pytest.raises(
         UserError, match=r"env.cameras: it should be at least 0 or it should be a valid tuple \(got -1\)$"
