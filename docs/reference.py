@@ -43,11 +43,11 @@ lists them) or the path of one; RUN is a run's folder, or its name below `runs/`
 
 Options of the policy are given and removed whether or not the configuration names them: `--policy.options.NAME VALUE`
 gives one, and `--policy.options.NAME=`, with nothing after the sign, removes it, which leaves the policy's own default.
-A value is read as the policy's kind declares it: a text stands as it is typed (`--policy.options.prompt '{} Be brief.'`),
-several words are a list, and a number may be `6e-1`, here as in YAML files.
+A value is read as the policy's kind declares it: a text stands as it is typed, without YAML's quotes
+(`--policy.options.prompt '{} Be brief.'`), several words are a list, and a number may be `6e-1`, here as in YAML files.
 
-A setting that a verb does not read is refused when it is typed, with those that it reads: `embodied sft CONFIG --optim.ranks 2`.
-In a file it may stand, since a file serves several verbs.
+A setting that a verb does not read (`embodied sft CONFIG --optim.ranks 2`) is refused when it is typed, with those that
+it reads. In a file it may stand, since a file serves several verbs.
 
 Exit status: 0 done; 1 a failure of ours, with a traceback (of `doctor`: something is missing); 2 a mistake that the
 message says how to mend; 130 interrupted.

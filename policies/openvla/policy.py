@@ -146,8 +146,8 @@ class TokenPolicy(lora.AdaptedPolicy):
         if len(self.statistics.low) != spec.action_dim:
             raise PolicyError(
                 f"the checkpoint's actions ({self.statistics.key}) have {len(self.statistics.low)} dimensions, the "
-                f"task takes {spec.action_dim}: set env.task or env.control_mode to the robot's that it was trained on, "
-                f"or policy.options.unnorm_key to a dataset of as many (to learn from demonstrations: {DEMONSTRATIONS})"
+                f"task takes {spec.action_dim}: set env.task or env.control_mode to what it was trained on, or "
+                f"policy.options.unnorm_key to a dataset of as many (to learn from demonstrations: {DEMONSTRATIONS})"
             )
         if saved is not None:
             adapters.attach_saved(self.model, saved, any_base=options.any_base)

@@ -528,8 +528,8 @@ class Pi0(AdaptedPolicy):
         if max(spec.action_dim, spec.proprio_dim) > sizes.action_dim:
             raise PolicyError(
                 f"{where}: the checkpoint has {sizes.action_dim} numbers for actions and states, the task has "
-                f"{spec.action_dim} and {spec.proprio_dim}: set env.control_mode to one of fewer, choose numbers of the "
-                "state with policy.options.transforms, or leave proprio out of policy.reads"
+                f"{spec.action_dim} and {spec.proprio_dim}: set env.control_mode to one of fewer, choose numbers of "
+                "the state with policy.options.transforms, or leave proprio out of policy.reads"
             )
         reads_state = state_in_prompt or not sizes.adaptive
         if state_in_prompt and not sizes.adaptive:
