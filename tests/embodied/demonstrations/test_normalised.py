@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+import policies
 from embodied.commands.record import record_run
 from embodied.config.files import load_config, parse_config, with_settings
 from embodied.demonstrations.normalised import check_normalised
 from embodied.errors import UserError
 from embodied.training.sft import imitate
 from embodied.workflows.context import task_spec
-from policies.contract import Normalised
+from policies.contract import Inputs, Normalised, PolicySpec
+from policies.openvla.normalisation import Statistics
 from sim_farm.workers.hosts import InProcess
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "pi05" / "checkpoint"
@@ -130,3 +132,28 @@ def test_a_number_that_stays_as_it_is_is_not_compared() -> None:
 def test_actions_that_take_a_small_part_of_the_statistics_are_odd() -> None:
     ((text, check),) = findings(NUMBERS, [-100, -100], [100, 100])
     assert check is None and "take 0.98% or less of what became -1 to 1" in text
+
+
+def test_policies_say_what_normalises_what() -> None:
+    """Each kind's statistics, by what they take to -1 and 1; what OpenVLA leaves as it is has none."""
+    config = load_config("openvla_tiny")
+    spec = PolicySpec(action_dim=7, chunk=1, cameras=("front",), image_size=64)
+    openvla = policies.build("openvla", spec, 0, **config.policy.architecture)
+    (found,) = openvla.normalised_numbers(Inputs(), torch.zeros(3, 7))
+    statistics = openvla.get_submodule("statistics")
+    assert isinstance(statistics, Statistics)
+    ends = statistics.unnormalise(torch.tensor([[-1.0], [1.0]]).expand(2, 7))
+    scaled = statistics.mask
+    assert (
+        scaled.any()
+        and torch.equal(found.low[scaled], ends[0, scaled])
+        and torch.equal(found.high[scaled], ends[1, scaled])
+    )
+    assert found.low[~scaled].isnan().all() and found.values.shape == (3, 7)
+
+    small = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=2), 0, widths=[8])
+    small.observe(Inputs(state=torch.tensor([[0.0, 5.0], [2.0, 5.0]])))
+    (state,) = small.normalised_numbers(Inputs(state=torch.tensor([[100.0, 5.0]] * 20)), torch.zeros(20, 2))
+    ((text, check),) = [(f.text, f.check) for f in check_normalised([state], {}, "its own", "")]
+    assert check == "statistics" and "dimension 0 is 100 to 100, and 0 to 2 became -1 to 1" in text
+    assert "the farthest to 99" in text and "dimension 1" not in text
