@@ -108,6 +108,9 @@ def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
     assert [name for name in names if name.endswith("/reach.xml")] == ["sim_farm/backends/tabletop/scenes/reach.xml"]
     packaged = {name.partition("/")[0] for name in names if "dist-info" not in name}
     assert packaged == {*SOURCES, "embodied_command.py"} - {"configs", "assets"}
+    checkpoints = [path.parent for path in (ROOT / "assets").glob("*/config.json")]
+    files = {f"embodied/{path.relative_to(ROOT)}" for folder in checkpoints for path in folder.rglob("*.*")}
+    assert files and files <= set(names), "a shipped checkpoint is not whole in the wheel"
 
 
 def test_configurations_scenes_and_page_are_found_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
