@@ -64,17 +64,22 @@ def train(
 
     `config` is a configuration, or the name of one; `settings` are other values of its settings by their keys
     (`{"optim.policy_lr": 1e-4}`). `callbacks` see each iteration's metrics, and may log, save and stop. With `resume`
-    the run of this name goes on from its newest checkpoint.
+    the run of this name goes on from its newest checkpoint. Of a configuration that is named, it takes `settings`
+    alone and keeps its own others; of a `Config`, which is complete, all. What differs is said and recorded; another
+    seed, task or policy raises `UserError`.
     """
-    from embodied.commands.train import train_run
+    from embodied.commands.train import continued_run, train_run
     from embodied.config.files import with_settings
     from embodied.reporting.results import TrainingResult
     from embodied.workflows.unread import check_read
 
+    named = isinstance(config, str)
     name = config if isinstance(config, str) else "run"
     config = load_config(config) if isinstance(config, str) else config
     config = with_settings(config, settings or {}, "embodied.train")
     check_read("train", settings or {})
+    if resume and named:
+        config = continued_run(config, Path(runs_dir), settings or {}, name)
     result = train_run(config, config.name or Path(name).stem, Path(runs_dir), resume, callbacks)
     return TrainingResult.of(result)
 

@@ -147,7 +147,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
             f"--name is the name of a run that begins, and `embodied {verb}` begins none: leave it out; "
             f"{NAMES_NO_RUN[verb]} says where the result is written"
         )
-    options: dict[str, Any] = {}
+    words, options = arguments, dict[str, Any]()
     typed: dict[str, list[str]] = {}
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     asked_for_all = HELP_ALL in arguments
@@ -186,7 +186,8 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
         return args
     settings = _with_policy_options(checked(args.settings, "on the command line"), typed, guessed(typed))
     check_read(verb, changed_settings(options["default"].settings, settings))
-    return dataclasses.replace(args, settings=settings)
+    args = dataclasses.replace(args, settings=settings)
+    return args.typed(words) if hasattr(args, "typed") else args
 
 
 def _without_removed(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

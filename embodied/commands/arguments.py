@@ -3,9 +3,10 @@ are not imported here."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
@@ -14,6 +15,8 @@ from tyro.constructors import ConstructorRegistry, StructConstructorSpec, Struct
 from embodied.config.schema import Config, Section, explained
 from embodied.errors import UserError
 from embodied.run import RUNS
+from embodied.run.continued import continued, typed_keys
+from embodied.run.saved_settings import CONFIG
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class TrainArguments:
     """Print results and warnings alone, no progress."""
     json: Path | None = None
     """Write the result to this file."""
+    words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    """Words of the command."""
+
+    def typed(self, words: Sequence[str]) -> Self:
+        """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
+        is typed again."""
+        several = self.seeds or self.sweep
+        settings = self.settings if several else _going_on(self, words, "iterations")
+        return replace(self, settings=settings, words=tuple(words))
 
     def check(self) -> None:
         """Raise for what `first_checks` refuses. With `sweep` the settings are not yet those of a run."""
@@ -76,6 +88,11 @@ class SftArguments:
     json: Path | None = None
     """Write the result to this file."""
 
+    def typed(self, words: Sequence[str]) -> Self:
+        """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
+        is typed again."""
+        return replace(self, settings=_going_on(self, words, "sft.steps"))
+
     def check(self) -> None:
         """Raise for what `first_checks` refuses."""
         from embodied.training import first_checks
@@ -84,6 +101,14 @@ class SftArguments:
         first_checks.check_trackers(self.settings)
         first_checks.check_policy(self.settings, resumed=self.resume == "auto")
         first_checks.check_trials(self.settings)
+
+
+def _going_on(args: TrainArguments | SftArguments, words: Sequence[str], amount: str) -> Config:
+    """The settings of a run that goes on, if the arguments name one; else those that they have."""
+    run_dir = args.runs_dir / (args.settings.name or "")
+    if args.resume == "no" or args.settings.name is None or not (run_dir / CONFIG).is_file():
+        return args.settings
+    return continued(args.settings, run_dir, typed_keys(words), args.config, amount)
 
 
 @dataclass(frozen=True)

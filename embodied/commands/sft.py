@@ -10,12 +10,12 @@ from rich import print as show
 from embodied import hub
 from embodied.commands.arguments import SftArguments as Arguments
 from embodied.commands.evaluate import finish_run
-from embodied.config.schema import Config, SFTConfig
+from embodied.config.schema import Config
 from embodied.devices import release
 from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.reporting.trackers import check_packages, tracked
-from embodied.run.folder import begun_from, open_run_folder
+from embodied.run.folder import begun_from, has_checkpoint, open_run_folder
 from embodied.run.saved_settings import find_run, recorded_settings
 from embodied.training.preflight import (
     check_begun,
@@ -37,33 +37,19 @@ def run(args: Arguments) -> dict[str, Any]:
 
 def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
     """The configuration with the datasets of `sft.data` downloaded where they are Hugging Face names, and with the
-    commits that these now are; a run that goes on keeps its own."""
+    commits that these now are; a run that goes on keeps its own. Raises `UserError` where it is given others."""
     names = config.sft.data
     run_dir = find_run(config.name or "", runs_dir) if resume else None
-    if run_dir is None:
+    if run_dir is None or not has_checkpoint(run_dir):
         data = tuple(Path(hub.pinned(name, hub.dataset_folder(name))) for name in names)
     else:
         recorded = recorded_settings(run_dir).sft.data
-        data = tuple(Path(hub.kept(*pair)) for pair in zip(names, recorded, strict=False))
-        data += names[len(data) :]
+        data = tuple(Path(hub.kept(*pair)) for pair in zip(names, recorded, strict=False)) + names[len(recorded) :]
+        if names and data != recorded:
+            given, known = (", ".join(map(str, paths)) for paths in (data, recorded))
+            raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
+        data = recorded
     return config.model_copy(update={"sft": config.sft.model_copy(update={"data": data})})
-
-
-CHOICE = ("features", "episodes", "only_successes", "weights", "gripper", "insist", "holdout")
-"""Settings that decide what is learned from, beside the datasets."""
-
-
-def _continued(given: SFTConfig, recorded: SFTConfig, run_dir: Path) -> SFTConfig:
-    """The settings of a run that goes on: what it learns from is as it recorded. Raises `UserError` for something else,
-    by which held-out episodes would be learned from."""
-    for name in CHOICE:
-        now, before = getattr(given, name), getattr(recorded, name)
-        if now not in (before, getattr(SFTConfig(), name)):
-            raise UserError(
-                f"{run_dir} learns with sft.{name} {before}, not {now}: leave it so, or begin another run with "
-                "--policy.init"
-            )
-    return given.model_copy(update={name: getattr(recorded, name) for name in ("data", *CHOICE)})
 
 
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
@@ -79,12 +65,6 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     check_own_evaluation(config)
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
-        if found is not None:
-            recorded = recorded_settings(run_dir).sft.data
-            if config.sft.data not in ((), recorded):
-                given, known = (", ".join(map(str, paths)) for paths in (config.sft.data, recorded))
-                raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
-            config = config.model_copy(update={"sft": _continued(config.sft, recorded_settings(run_dir).sft, run_dir)})
         if config.eval.every:
             show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")
         with tracked(config, run_dir) as tracking:

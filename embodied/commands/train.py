@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from embodied.config.files import all_settings, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from embodied.files import parse_yaml
+from embodied.run.continued import continued, say, typed_keys
+from embodied.run.saved_settings import CONFIG
 from embodied.workflows.unread import check_read
 
 if TYPE_CHECKING:
@@ -35,14 +38,13 @@ def run(args: Arguments) -> dict[str, Any]:
 
         return dry_run(begun_from(settings, args.runs_dir, args.resume == "auto"))
     if args.seeds or args.sweep:
-        return train_variants(settings, args.config, args.runs_dir, args.resume == "auto", args.seeds, args.sweep)
+        return train_variants(args, settings)
     return train_run(settings, args.config, args.runs_dir, args.resume == "auto")
 
 
-def train_variants(
-    config: Config, source: str, runs_dir: Path, resume: bool, seeds: Sequence[int], sweep: Sequence[str]
-) -> dict[str, Any]:
-    """Train every variant and write the page that compares them. Returns their results, and what they come to.
+def train_variants(args: Arguments, config: Config) -> dict[str, Any]:
+    """Train every variant of the configuration and write the page that compares them. Returns their results, and what
+    they come to.
 
     Nothing begins before all of them are known to be possible; with `resume` each goes on where it was.
     """
@@ -50,7 +52,11 @@ def train_variants(
     from embodied.run.folder import begun_from
     from embodied.training.preflight import check_begun, check_training
 
-    every = variants(config, source, seeds, sweep)
+    source, runs_dir, resume = args.config, args.runs_dir, args.resume == "auto"
+    every = variants(config, source, args.seeds, args.sweep)
+    if resume:
+        typed = {*typed_keys(args.words), "seed", *(_choices(entry)[0] for entry in args.sweep)}
+        every = [continued_run(variant, runs_dir, typed, source) for variant in every]
     for variant in every:
         begun = begun_from(variant, runs_dir, resume)
         check_begun(begun, runs_dir / (variant.name or "") if resume else None)
@@ -66,12 +72,19 @@ def train_variants(
         try:
             results.append(train_run(variant, source, runs_dir, resume))
         except KeyboardInterrupt:
-            show("the same command with --resume auto goes on with all of them")
+            words = args.words if resume else (*args.words, "--resume", "auto")
+            say(f"go on with all of them: {shlex.join(['embodied', 'train', *words])}")
             raise
     page = runs_dir / f"{config.name or Path(source).stem}.html"
     compared = write_runs_page([runs_dir / (variant.name or "") for variant in every], page)
     show(f"compared: [bold]{page}[/]")
     return {"runs": results, **compared}
+
+
+def continued_run(config: Config, runs_dir: Path, typed: Collection[str], source: str) -> Config:
+    """The settings with which the run of that name goes on, if it has begun."""
+    run_dir = runs_dir / (config.name or "")
+    return continued(config, run_dir, typed, source) if config.name and (run_dir / CONFIG).is_file() else config
 
 
 def train_run(

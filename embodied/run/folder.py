@@ -25,7 +25,7 @@ from embodied import hub
 from embodied.config.files import save_config
 from embodied.config.schema import HERE, Config
 from embodied.errors import UserError, shown
-from embodied.run import checkpoint
+from embodied.run import checkpoint, continued
 from embodied.run.checkpoint import CheckpointError
 from embodied.run.saved_settings import CONFIG, find_run, recorded_settings
 from policies import registry
@@ -131,10 +131,10 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
     It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone.
     """
     run_dir = runs_dir / (config.name or "")
-    begun = any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
-    if not (resume and config.name and begun):
+    if not (resume and config.name and has_checkpoint(run_dir)):
         return with_init(config, runs_dir)
     recorded_policy = recorded_settings(run_dir).policy
+    _refuse_another_beginning(config.policy.init, recorded_policy.init, run_dir, runs_dir)
     if config.policy.path is not None and recorded_policy.path is not None:
         config = _with_policy(config, path=hub.kept(config.policy.path, recorded_policy.path))
     config = fetched(config)
@@ -146,6 +146,18 @@ def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
             "or go on without (--workflow without a reference, --loss.reference-kl 0, --advantage.reward-kl 0)"
         )
     return _with_policy(config, init=kept)
+
+
+def _refuse_another_beginning(named: Path | None, began: Path | None, run_dir: Path, runs_dir: Path) -> None:
+    """Raise `UserError` where `policy.init` names another run or checkpoint than the one that the run began from. One
+    that is gone says nothing."""
+    found = [folder.resolve() for folder in (named, runs_dir / named) if folder.is_dir()] if named is not None else []
+    known = () if began is None else (began.resolve(), *began.resolve().parents)
+    if found and not any(folder in known for folder in found):
+        raise UserError(
+            f"{run_dir} began {'from no other policy' if began is None else f'from {began}'}, and policy.init is "
+            f"{named}: leave --policy.init out to go on with it, or begin another run with another --name"
+        )
 
 
 def _with_policy(config: Config, **changes: Any) -> Config:
@@ -199,8 +211,9 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
     It is the newest that is whole; damaged newer ones are set aside. Without any, the run begins anew, and what it had
     recorded is kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Either is reported. The caller owns the folder.
 
-    Raises `UserError` when there is a run and it is not to be resumed, if it is of another stage, if it has
-    checkpoints and none is whole, or if the folder cannot be written.
+    What the run goes on with that is other than it was is said and recorded (`continued.note_changes`). Raises
+    `UserError` when there is a run and it is not to be resumed, if it is of another stage, if a setting is another that
+    has one value in a run, if it has checkpoints and none is whole, or if the folder cannot be written.
     """
     if not resume and run_dir.exists() and (not run_dir.is_dir() or any(p.name != OWNER for p in run_dir.iterdir())):
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
@@ -211,14 +224,16 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
         found = _checkpoint_to_go_on_from(run_dir)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
-    if found is not None:
-        other = checkpoint.read_state(found).stage
-        if other != stage:
-            verb = {"rl": "train", "sft": "sft"}[other]
-            raise UserError(
-                f"{run_dir} is a run of `embodied {verb}`: go on with that, or begin another run from what it has "
-                f"learned with --policy.init {run_dir}"
-            )
+    if found is None:
+        continued.forget_earlier(run_dir)
+        return None
+    state = checkpoint.read_state(found)
+    if state.stage != stage:
+        raise UserError(
+            f"{run_dir} is a run of `embodied {continued.VERBS[state.stage]}`: go on with that, or begin another run "
+            f"from what it has learned with --policy.init {run_dir}"
+        )
+    continued.note_changes(config, run_dir, state.iteration, stage)
     return found
 
 
@@ -249,10 +264,15 @@ def _has_rows(record: Path) -> bool:
     return record.is_file() and record.stat().st_size > 0
 
 
+def has_checkpoint(run_dir: Path) -> bool:
+    """True if the run has a checkpoint, lasting or interim."""
+    return any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
+
+
 def has_content(run_dir: Path) -> bool:
     """True if the folder has rows or checkpoints of a run that would be lost."""
     recorded = any(_has_rows(record) for record in run_dir.glob(f"{METRICS}*"))
-    return recorded or any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
+    return recorded or has_checkpoint(run_dir)
 
 
 @contextmanager
@@ -261,17 +281,37 @@ def open_run_folder(
 ) -> Iterator[tuple[Path, Path | None]]:
     """The run's folder, which this process alone trains into, and the checkpoint to go on from, if any.
 
-    A run that fails before it has done anything leaves nothing worth a name.
+    A run that ends before its end says the command that goes on with it, where it has a checkpoint. One that fails
+    before it has done anything leaves nothing worth a name.
     """
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     if resume and config.name is None:
         raise UserError("--resume auto goes on with a run that has a name; say which with --name")
-    run_dir = runs_dir / (config.name or f"{Path(source).stem}-{stamp}")
+    run_dir = _new_folder(runs_dir, Path(source).stem) if config.name is None else runs_dir / config.name
     with owned(run_dir):
         found = prepare_run(config, run_dir, resume, stage)
         say(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
         try:
             yield run_dir, found
+        except BaseException:
+            if has_checkpoint(run_dir):
+                continued.say(f"go on with: {continued.command(run_dir, runs_dir, source, config, stage)}")
+            raise
         finally:
             if not has_content(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _new_folder(runs_dir: Path, stem: str) -> Path:
+    """A new folder of a run without a name: of the configuration's, and of the time. Of processes that begin in one
+    second each has its own. Raises `UserError` where none can be made."""
+    named = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in count(1):
+        folder = runs_dir / (named if number == 1 else f"{named}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+    raise AssertionError

@@ -408,5 +408,4 @@ class _Loop:
             self._checkpoints.save(self.position, self._environments)
         self._checkpoints.complete()
         whole = self._checkpoints.whole
-        kept = f"iteration {whole} is kept" if whole >= 0 else "no iteration is kept"
-        return f"{kept}; go on with: embodied train ... --name {self.run_dir.name} --resume auto"
+        return f"iteration {whole} is kept" if whole >= 0 else "no iteration is kept"

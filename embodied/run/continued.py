@@ -1,0 +1,265 @@
+"""A run that goes on: it keeps its settings, but for those that are typed again, and its folder says when they changed.
+
+    RUN/config.yaml                 the settings that it trains with now
+    RUN/config.until-000040.yaml    those of its iterations up to the 40th, where they were others
+
+What would make untrue what the run has recorded is refused by its name: another seed, task or policy.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import get_console
+
+from embodied import hub
+from embodied.config.files import CONFIGS, all_settings, save_config, saved_config, with_settings
+from embodied.config.schema import Config, refuse_code
+from embodied.errors import UserError, shown
+from embodied.run import RUNS
+from embodied.run.saved_settings import CONFIG, recorded_settings
+
+OPTION = "policy.options."
+VERBS = {"rl": "train", "sft": "sft"}
+"""The verb that makes a run of a stage."""
+AMOUNTS = {"rl": "iterations", "sft": "steps"}
+"""What a run of a stage does one by one."""
+EARLIER = "config.until-"
+"""Begins the name of the file with the settings of earlier iterations."""
+FIXED = ("seed", "env", "extra_tasks", "policy")
+"""Settings, and sections, of which a run has one value from its beginning to its end."""
+ELSEWHERE = ("policy.device", "policy.replicas")
+"""Settings of these sections that say where something is computed."""
+LEARNED_FROM = (
+    "data",
+    "features",
+    "episodes",
+    "only_successes",
+    "weights",
+    "gripper",
+    "insist",
+    "holdout",
+    "rows",
+    "batch",
+)
+"""Settings of `sft` that decide what `embodied sft` learns from, and so what a step of it is."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that has another value than it had."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {shown(self.before)} -> {shown(self.now)}"
+
+    @property
+    def typed(self) -> str:
+        """The present value as it is typed on the command line."""
+        section, dot, last = self.key.replace("_", "-").rpartition(".")
+        if isinstance(self.now, bool) and self.key in all_settings() and all_settings()[self.key].annotation is bool:
+            return f"--{section}{dot}{'' if self.now else 'no-'}{last}"
+        values = self.now if isinstance(self.now, list) else [self.now]
+        return shlex.join([f"--{section}{dot}{last}", *(str(value) for value in values)])
+
+
+@dataclass(frozen=True)
+class Part:
+    """Iterations of a run from which on it had other settings."""
+
+    iteration: int
+    """Iterations that were done before."""
+    changes: tuple[Change, ...]
+
+
+def typed_keys(words: Iterable[str]) -> frozenset[str]:
+    """Keys of the settings that the words of a command set; of the policy's options each by itself,
+    `policy.options.rows`."""
+    named = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    named += ["runtime.address"] if "cluster" in named else []
+    sections = (key.rpartition(".") for key in named)
+    negated = [f"{section}{dot}{last.removeprefix('no_')}" for section, dot, last in sections]
+    return frozenset(key for key in (*named, *negated) if key in all_settings() or key.startswith(OPTION))
+
+
+def continued(given: Config, run_dir: Path, typed: Collection[str], source: str, amount: str = "iterations") -> Config:
+    """The settings with which the run in the folder goes on: its own, and of the `given` ones those whose keys were
+    `typed`. Where the others, of the configuration `source`, differ from the run's, that is said.
+
+    A run that has done all of its `amount` goes on to that of the configuration, where it is more. Raises `UserError`
+    where the run's settings name code that the given ones do not.
+    """
+    recorded = recorded_settings(run_dir)
+    refuse_code(recorded, run_dir / CONFIG, given.named_code)
+    before, now = _flat(recorded), _flat(given)
+    typed = {key for key in typed if key in before.keys() | now.keys()}
+    if before[amount] <= _done(run_dir) and before[amount] < now[amount]:
+        typed.add(amount)
+    options = {key: value for key, value in before.items() if key.startswith(OPTION) and key not in typed}
+    options |= {key: value for key, value in now.items() if key.startswith(OPTION) and key in typed}
+    own = {key: now[key] for key in typed if not key.startswith(OPTION)}
+    own |= {"name": given.name, "policy.options": {key.removeprefix(OPTION): value for key, value in options.items()}}
+    differing = [change for change in changes(given, recorded) if change.key not in typed]
+    _say_untaken(differing, run_dir, Path(source).name)
+    return with_settings(recorded, own, str(run_dir / CONFIG))
+
+
+def _say_untaken(differing: Iterable[Change], run_dir: Path, source: str) -> None:
+    """Say which settings of the configuration are others than the run's, which keeps its own."""
+    # What a run pins, and where it began, a configuration names otherwise.
+    found = [one for one in differing if one.key not in ("policy.path", "policy.init", "sft.data", "runtime.address")]
+    if not found:
+        return
+    values = ", ".join(f"{one.key} {shown(one.now)} ({source}: {shown(one.before)})" for one in found)
+    free = [Change(one.key, one.now, one.before) for one in found if not is_fixed(one.key, "rl")]
+    how = f". To take those of {source}, type them: {' '.join(one.typed for one in free)}" if free else ""
+    say(f"{run_dir} keeps the settings that were not typed now: {values}{how}")
+
+
+def changes(before: Config, now: Config) -> list[Change]:
+    """The settings that differ but for the name, with the policy's options each by itself, in the schema's order."""
+    old, new = _flat(before), _flat(now)
+    if (pinned := old["policy.path"]) is not None and (named := new["policy.path"]) is not None:
+        old["policy.path"], new["policy.path"] = pinned, hub.kept(named, pinned)
+    keys = (key for key in {**old, **new} if key != "name")
+    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def is_fixed(key: str, stage: str, incidental: Collection[str] = ()) -> bool:
+    """True if a run of the stage has one value of the setting, as what it has recorded would not be true of another.
+
+    `incidental`: the policy's options that say where things lie or how they are computed.
+    """
+    if stage == "sft" and key == "env.num_envs":  # of the evaluation alone
+        return False
+    if key in ELSEWHERE or key.removeprefix(OPTION) in incidental:
+        return False
+    return key.partition(".")[0] in FIXED or (stage == "sft" and key in {f"sft.{name}" for name in LEARNED_FROM})
+
+
+def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> None:
+    """Say which settings are others than the run recorded, and keep those of its iterations so far.
+
+    Raises `UserError`, and changes nothing, where one of them is fixed.
+    """
+    from policies.registry import policy_class  # an import of seconds, which what is parsed does not wait for
+
+    recorded = saved_config(run_dir / CONFIG)
+    found = changes(recorded, config)
+    incidental = policy_class(config.policy.kind).incidental
+    began = [one for one in found if one.key == "policy.init"]  # `begun_from` has looked at it
+    refused = [one for one in found if one not in began and is_fixed(one.key, stage, incidental)]
+    if refused:
+        values = " and ".join(f"{one.key} {shown(one.before)}, not {shown(one.now)}" for one in refused)
+        raise UserError(
+            f"{run_dir} has done {iteration} {AMOUNTS[stage]} with {values}: what it has recorded would not be true of "
+            f"{'it' if len(refused) == 1 else 'them'}. Leave {' and '.join(one.key for one in refused)} as before, or "
+            f"begin another run with another --name (from what this one has learned: --policy.init {run_dir})"
+        )
+    kept = keep_settings(run_dir, recorded, config, iteration)
+    if found:
+        listed = "; ".join(map(str, found))
+        where = f" ({kept.name} has the settings until then)" if kept is not None else ""
+        say(f"{run_dir} goes on after {iteration} {AMOUNTS[stage]} with other settings: {listed}{where}")
+    if (stretched := _stretched(recorded, config, iteration, stage)) is not None:
+        say(stretched)
+
+
+def _stretched(before: Config, now: Config, done: int, stage: str) -> str | None:
+    """A sentence on a learning rate that falls to zero at another iteration than it did; None where none does."""
+    if stage == "sft":
+        first, last, falls, rate = before.sft.steps, now.sft.steps, True, "sft.lr"
+    else:
+        first, last, falls, rate = before.iterations, now.iterations, now.optim.anneal, "optim.policy_lr"
+    if not falls or first == last or done == 0:
+        return None
+    then, here = (max(0.0, 1 - done / total) for total in (first, last))
+    return (
+        f"{'optim.anneal: ' if stage == 'rl' else ''}learning rates fall to zero over {last} {AMOUNTS[stage]} now, not "
+        f"{first}: after {done} they are {here:.0%} of {rate} in place of {then:.0%}, and the run is another than one "
+        f"of {last} from its beginning"
+    )
+
+
+def keep_settings(run_dir: Path, recorded: Config, config: Config, iteration: int) -> Path | None:
+    """Keep the settings of the iterations so far in a file of their own, where those that follow have others. Returns
+    the file, None where there is none."""
+    later = [path for number, path in _earlier(run_dir) if number >= iteration]
+    before = saved_config(later[0]) if later else recorded  # a run that went back behind a change
+    for path in later:
+        path.unlink()
+    if not changes(before, config):
+        return None
+    kept = run_dir / f"{EARLIER}{iteration:06d}.yaml"
+    save_config(before, kept)
+    return kept
+
+
+def parts(run_dir: Path) -> list[Part]:
+    """The iterations after which the run had other settings, with what changed. Raises `UserError` for a file that
+    cannot be read."""
+    files = _earlier(run_dir)
+    if not files:
+        return []
+    settings = [saved_config(path) for _, path in files] + [saved_config(run_dir / CONFIG)]
+    pairs = zip(files, settings, settings[1:], strict=False)
+    found = [Part(number, tuple(changes(before, now))) for (number, _), before, now in pairs]
+    return [part for part in found if part.changes]
+
+
+def _earlier(run_dir: Path) -> list[tuple[int, Path]]:
+    """The files with the settings of earlier iterations, by the last of these."""
+    found = [(path.stem.removeprefix(EARLIER), path) for path in run_dir.glob(f"{EARLIER}*.yaml")]
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+def command(run_dir: Path, runs_dir: Path, source: str | None, config: Config, stage: str = "rl") -> str:
+    """The command that goes on with the run, as it is typed in the current folder.
+
+    `source` names the configuration that the run began with; None: it is not known.
+    """
+    known = source is not None and (Path(source).is_file() or (CONFIGS / f"{source}.yaml").is_file())
+    begun = source if known else str(run_dir / CONFIG)
+    words = ["embodied", VERBS[stage], str(begun), "--name", str(run_dir.relative_to(runs_dir))]
+    words += [] if runs_dir == RUNS else ["--runs-dir", str(runs_dir)]
+    code = [config.typed(key) for key in dict.fromkeys(config.named_code.values())]
+    return " ".join([shlex.join([*words, "--resume", "auto"]), *code])
+
+
+def say(text: str) -> None:
+    """Print a line, however wide the terminal is: commands in it are copied from there."""
+    get_console().print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
+
+
+def forget_earlier(run_dir: Path) -> None:
+    """Remove the settings of earlier iterations, of a run that begins anew."""
+    for _, path in _earlier(run_dir):
+        path.unlink()
+
+
+def _done(run_dir: Path) -> int:
+    """Iterations that the run's newest checkpoint has."""
+    return max(
+        (int(path.name) for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()), default=0
+    )
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """The settings by their keys as a file has them, with the policy's options each by itself."""
+    data, found = config.model_dump(mode="json"), dict[str, Any]()
+    for key in all_settings():
+        value: Mapping[str, Any] | Any = data
+        for part in key.split("."):
+            value = value[part]
+        if f"{key}." == OPTION:
+            found |= {f"{OPTION}{name}": one for name, one in value.items()}
+        else:
+            found[key] = value
+    return found
