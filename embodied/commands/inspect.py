@@ -20,6 +20,7 @@ from embodied.demonstrations.mixture import Demonstrations, GripperMap, gripper_
 from embodied.files import write_whole
 from embodied.hub import dataset_folder
 from embodied.run.checkpoint import latest
+from embodied.run.continued import parts
 from embodied.training.sft import DATA, read_demonstrations
 from embodied.workflows.context import task_spec
 from policies.checkpoint_inspection import Checkpoint, Range, inspect_checkpoint, looks_like_checkpoint
@@ -35,7 +36,11 @@ def run(args: Arguments) -> dict[str, Any]:
     if newest is not None or looks_like_checkpoint(path):
         found = inspect_checkpoint(newest or path)
         _show_checkpoint(found)
-        return asdict(found)
+        changed = parts(path) if newest is not None else []
+        for part in changed:
+            listed = "; ".join(map(str, part.changes))
+            show(f"[dim]settings after {part.iteration}[/]  {escape(listed)}")
+        return asdict(found) | ({"settings_changed": [asdict(part) for part in changed]} if changed else {})
     return _inspect_data(args, path)
 
 

@@ -362,7 +362,22 @@ def _config(run: RunFolder) -> str:
         return section("Configuration", _notice(run, "config.yaml"))
     note = _notice(run, "config.yaml") if "config.yaml" in run.missing else ""
     text = f"<summary>config.yaml</summary><pre>{escape(run.config_text)}</pre>"
-    return section("Configuration", f'{note}{_settings(run)}<details class="card">{text}</details>')
+    return section("Configuration", f'{note}{_changes(run)}{_settings(run)}<details class="card">{text}</details>')
+
+
+def _changes(run: RunFolder) -> str:
+    """The settings that changed while the run trained, with the iterations that were done before; empty without any."""
+    rows = [
+        (str(part.iteration), _code(one.key), escape(setting_text(one.before)), escape(setting_text(one.now)))
+        for part in run.parts
+        for one in part.changes
+    ]
+    if not rows:
+        return ""
+    lead = '<p class="notice">The run went on with other settings than it began with.</p>'
+    return lead + table(
+        (f"after {'step' if _imitates(run) else 'iteration'}", "setting", "before", "since"), rows, "settings"
+    )
 
 
 def _settings(run: RunFolder) -> str:

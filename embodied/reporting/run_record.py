@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from embodied.reporting.conditions import ConditionResult, read_conditions
 from embodied.reporting.metrics import SELECTION
 from embodied.reporting.metrics import read as read_metrics
 from embodied.reporting.tables import trained_on
+from embodied.run.continued import Part, parts
 from embodied.run.trace import Span, TraceError, load, natural_order
 from embodied.statistics import wilson
 
@@ -109,6 +111,8 @@ class RunFolder:
     conditions: list[ConditionResult] = field(default_factory=list)
     """Results of the evaluation's perturbed episodes, the unperturbed ones' first; empty where none was perturbed."""
     videos: list[Path] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    """Iterations after which it went on with other settings."""
     missing: dict[str, str] = field(default_factory=dict)
 
     def column(self, key: str) -> list[float | None]:
@@ -158,6 +162,8 @@ def read_run(path: Path) -> RunFolder:
     train, evaluate = "embodied train CONFIG", f"embodied eval runs/{path.resolve().name}"
     run.config_text = _load(run, "config.yaml", train, lambda file: file.read_text(), "")
     run.config = _load(run, "config.yaml", train, _yaml_mapping, {})
+    with suppress(UserError):  # of a damaged configuration, which the line above has said
+        run.parts = parts(path)
     run.rows = _load(run, "metrics.jsonl", train, lambda file: read_metrics(file.parent), [])
     if not run.rows:
         run.missing.setdefault("metrics.jsonl", "metrics.jsonl has no rows yet: no iteration has ended.")

@@ -35,6 +35,9 @@ INTERVAL = "Student's t over seeds, but for success never narrower than Wilson's
 """The 95% interval of a mean over seeds, in words: `embodied.statistics.seeds_interval`."""
 NAMED = 4
 """Names of equal curves that are given, before the others are counted."""
+LEARNING = ("workflow", "rollout", "advantage", "loss", "optim", "reward")
+"""Sections of settings that decide what is learned: a run in which one of them changed is no other seed of a run in
+which none did."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 
@@ -127,7 +130,7 @@ def alike(runs: Sequence[RunFolder]) -> list[Alike]:
     """The runs in groups, in the order of each group's first."""
     found: list[tuple[dict[str, Any], list[RunFolder]]] = []
     for run in runs:
-        settings = {key: value for key, value in flat(run.config).items() if key not in OF_A_RUN}
+        settings = {key: value for key, value in flat(run.config).items() if key not in OF_A_RUN} | _before(run)
         for known, members in found:
             if known == settings:
                 members.append(run)
@@ -136,6 +139,12 @@ def alike(runs: Sequence[RunFolder]) -> list[Alike]:
             found.append((settings, [run]))
     differing = _differing([settings for settings, _ in found])
     return [Alike(_label(settings, differing, members), tuple(members), settings) for settings, members in found]
+
+
+def _before(run: RunFolder) -> dict[str, Any]:
+    """Settings of what is learned that the run had until an iteration, `optim.policy_lr until iteration 40`."""
+    changed = ((part.iteration, one) for part in run.parts for one in part.changes)
+    return {f"{one.key} until {n}": one.before for n, one in changed if one.key.partition(".")[0] in LEARNING}
 
 
 def protocol_of(run: RunFolder) -> dict[str, Any] | None:

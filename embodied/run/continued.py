@@ -173,19 +173,30 @@ def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> N
 
 
 def _stretched(before: Config, now: Config, done: int, stage: str) -> str | None:
-    """A sentence on a learning rate that falls to zero at another iteration than it did; None where none does."""
-    if stage == "sft":
-        first, last, falls, rate = before.sft.steps, now.sft.steps, True, "sft.lr"
-    else:
-        first, last, falls, rate = before.iterations, now.iterations, now.optim.anneal, "optim.policy_lr"
-    if not falls or first == last or done == 0:
+    """A sentence on learning rates that fall to zero at another time than they did; None where none do."""
+    rate = "sft.lr" if stage == "sft" else "optim.policy_lr"
+    then, here = (_share(config, done, stage) for config in (before, now))
+    if then == here:
         return None
-    then, here = (max(0.0, 1 - done / total) for total in (first, last))
     return (
-        f"{'optim.anneal: ' if stage == 'rl' else ''}learning rates fall to zero over {last} {AMOUNTS[stage]} now, not "
-        f"{first}: after {done} they are {here:.0%} of {rate} in place of {then:.0%}, and the run is another than one "
-        f"of {last} from its beginning"
+        f"learning rates {_fall(now, stage)}: the next has {here:.0%} of {rate} "
+        f"in place of {then:.0%}, so that the run is another than one with these settings from its beginning"
     )
+
+
+def _fall(config: Config, stage: str) -> str:
+    falls = stage == "sft" or config.optim.anneal
+    return f"fall to zero over {_amount(config, stage)} {AMOUNTS[stage]} now" if falls else "do not fall any more"
+
+
+def _amount(config: Config, stage: str) -> int:
+    return config.sft.steps if stage == "sft" else config.iterations
+
+
+def _share(config: Config, done: int, stage: str) -> float:
+    """Share of the learning rate that falls to zero, after so many iterations."""
+    falls = stage == "sft" or config.optim.anneal
+    return max(0.0, 1 - done / _amount(config, stage)) if falls else 1.0
 
 
 def keep_settings(run_dir: Path, recorded: Config, config: Config, iteration: int) -> Path | None:
