@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import re
+from datetime import datetime
+from itertools import count
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -32,6 +34,23 @@ def write_whole(path: Path, text: str) -> None:
         aside.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def new_folder(root: Path, stem: str, otherwise: str) -> Path:
+    """Make a folder below `root`, named by the stem and the time; of processes that do so in one second each has its
+    own. Raises `UserError`, which ends with `otherwise`, where none can be made."""
+    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in count(1):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError as error:
+            if not folder.is_dir():
+                raise UserError(f"{folder} cannot be made ({error.strerror}); {otherwise}") from error
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written ({error.strerror}); {otherwise}") from error
+    raise AssertionError("there are numbers without end")
 
 
 def is_full(error: BaseException) -> bool:

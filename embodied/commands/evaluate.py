@@ -24,7 +24,7 @@ from embodied.evaluation.folder import PROTOCOL, EvalFolder, read_folder
 from embodied.evaluation.protocol import Protocol, protocol_of
 from embodied.evaluation.result_metrics import metrics_of
 from embodied.execution.session import Session, open_session
-from embodied.reporting.live import optional
+from embodied.reporting.live import optional, tell
 from embodied.reporting.metrics import read
 from embodied.reporting.report import write_report
 from embodied.reporting.tables import evaluation_table
@@ -59,6 +59,11 @@ def evaluate_run(
     subject, protocol = subject_of(run, config, folder, runs_dir), protocol_of(config)
     _check(subject, protocol)
     other = None if against is None else _other(against, subject, protocol, runs_dir)
+    if isinstance(other, Subject) and _is_same(other, subject, protocol):
+        raise UserError(
+            f"--against {against} is what is evaluated itself, {subject.named}: name another run, or a checkpoint of "
+            "this one (--against RUN/checkpoints/NNNNNN)"
+        )
     if isinstance(other, Subject):
         _check(other, protocol.shown_to(other.config))
     with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
@@ -101,6 +106,8 @@ def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -
         if find_run(str(folder), runs_dir) is None:  # not below a run: a checkpoint of the same policy
             checkpoint.verify(named)
             return Subject(named.name, subject.config, named, None, runs_dir / "evals")
+    elif folder.parent.name == "checkpoints" and not folder.exists():
+        raise UserError(f"--against: {checkpoint.absent(folder)}")
     elif find_run(against, runs_dir) is None:
         raise UserError(f"--against {against!r} is neither a run, nor a checkpoint, nor the folder of an evaluation")
     else:
@@ -110,6 +117,12 @@ def _other(against: str, subject: Subject, protocol: Protocol, runs_dir: Path) -
     same = {"eval": evaluation, "farm": own.farm, "runtime": own.runtime}
     theirs = settings_of(str(folder), runs_dir, own.named_code)
     return subject_of(str(folder), theirs.model_copy(update=same), named, runs_dir)
+
+
+def _is_same(other: Subject, subject: Subject, protocol: Protocol) -> bool:
+    """True if both are one policy, whose episodes would be compared with themselves."""
+    same_place = other.home.resolve() == subject.home.resolve()
+    return same_place and other.identity(protocol.shown_to(other.config)) == subject.identity(protocol)
 
 
 def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session) -> EvalFolder:
@@ -134,7 +147,7 @@ def finish_run(
     config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool, *, tracking: Tracking
 ) -> dict[str, Any]:
     """Evaluate what a run has learned, film it and write the report, for trackers too; both results as one."""
-    subject = subject_of(str(run_dir), config, None, run_dir.parent)
+    subject = replace(subject_of(str(run_dir), config, None, run_dir.parent), at_end=True)
     # A run that goes on after its training had ended has its evaluation gone on with.
     with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
         evaluated = evaluate(subject, protocol_of(config), session, folder)
@@ -147,4 +160,6 @@ def finish_run(
         result["report"] = str(write_report(run_dir))
         show(f"report: [bold]{result['report']}[/]")
         tracking.file(Path(result["report"]))
+    if "not_learned" in result:
+        tell(f"Warning: {result['not_learned']}")
     return result

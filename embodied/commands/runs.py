@@ -30,14 +30,14 @@ WANTED = {"env": "task", "policy": "kind", "sft": "steps", "iterations": "", "st
 """Settings that are read, and of a section which one. All of them would take a hundred runs more than a second."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, UserError)
 """Exceptions that reading a file of any content may raise."""
-RUNNING = "running"
+RUNNING, STOPPED = "running", "stopped"
 HEAD = ("run", "policy on task", "state", "success", "return", "env steps", "time", "when")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """List the runs below a folder: what each trains, its state, its success and return in evaluation or else in the
-    last training episodes, env steps, seconds of iterations, and when it last wrote a row."""
+    """List the runs below a folder: what each trains, its state, its success and return in so many episodes of its
+    evaluation, or else in the last training episodes, env steps, seconds of iterations, and when it wrote last."""
 
     runs_dir: Path = RUNS
     """Folder of the runs."""
@@ -52,6 +52,8 @@ class Listed:
     name: str
     path: str
     state: str
+    stage: str = "rl"
+    """`sft` where it has learned from demonstrations."""
     policy: str | None = None
     task: str | None = None
     iteration: int | None = None
@@ -60,6 +62,8 @@ class Listed:
     success: float | None = None
     evaluated: bool = False
     """True if `success` and `mean_return` are of the evaluation, and not of the last training episodes."""
+    episodes: int | None = None
+    """Episodes of the evaluation."""
     mean_return: float | None = None
     env_steps: int | None = None
     wall_s: float | None = None
@@ -67,6 +71,11 @@ class Listed:
     """When the run last wrote a row, or else began: seconds since 1970."""
     problem: str | None = None
     """Problem of the folder; None: it was read whole."""
+
+    @property
+    def stopped(self) -> bool:
+        """True if it has not come to its end, and no process trains into the folder."""
+        return self.state.startswith(STOPPED)
 
     @property
     def running(self) -> bool:
@@ -124,7 +133,7 @@ def listed(folder: Path, runs_dir: Path) -> Listed:
     target, recent = found.pop("stop_at_success", None), found.pop("recent", None)
     steps = found.pop("sft_steps", None)
     if found.pop("learned", False):  # by `embodied sft`, whose iterations are optimiser steps
-        found["iterations"], found["env_steps"] = steps, None
+        found |= {"iterations": steps, "env_steps": None, "stage": "sft"}
     if "changed" not in found:
         found["changed"] = _changed(folder)
     total = found.get("iterations")
@@ -141,7 +150,7 @@ def _state(owned: bool, ended: bool, found: dict[str, Any]) -> str:
         return f"{RUNNING}, {of}"
     if ended:
         return "finished" if found.get("evaluated") else "trained, not evaluated"
-    return f"stopped at {of}"
+    return f"{STOPPED} at {of}"
 
 
 def _configured(path: Path) -> dict[str, Any]:
@@ -195,7 +204,12 @@ def _evaluated(path: Path) -> dict[str, Any]:
     data = read_json(path)
     # A task may know no success; a return may not be finite.
     success, mean_return = (_number(data.get(name)) for name in ("success_rate", "return"))
-    return {"success": success, "mean_return": mean_return, "evaluated": data["episodes"] > 0}
+    return {
+        "success": success,
+        "mean_return": mean_return,
+        "evaluated": data["episodes"] > 0,
+        "episodes": int(data["episodes"]),
+    }
 
 
 def _changed(folder: Path) -> float | None:
@@ -235,12 +249,13 @@ def _plain(text: str) -> str:
 def row_of(one: Listed) -> tuple[str, ...]:
     """The run under `HEAD`."""
     said = (one.policy, one.task)
+    of = f" of {one.episodes:,}" if one.evaluated else " (training)"
     return (
         one.name,
         " on ".join(part or "?" for part in said) if any(said) else "",
         one.state if one.problem is None else f"{one.state}; {one.problem}",
-        "" if one.success is None else f"{100 * one.success:.1f}%" + ("" if one.evaluated else " (training)"),
-        "" if one.mean_return is None else f"{one.mean_return:.3g}",
+        "" if one.success is None else f"{100 * one.success:.1f}%{of}",
+        "" if one.mean_return is None else f"{one.mean_return:.3g}{of if one.success is None else ''}",
         "" if one.env_steps is None else f"{one.env_steps:,}",
         "" if one.wall_s is None else duration(one.wall_s),
         "" if one.changed is None else f"{datetime.fromtimestamp(one.changed):%Y-%m-%d %H:%M}",

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -25,13 +26,15 @@ from urllib.parse import quote, unquote, urlsplit
 
 import tyro
 
-from embodied.commands.runs import HEAD, Listed, check_folder, listed, none_below, row_of, run_folders
+from embodied.commands.runs import CONFIG, HEAD, Listed, check_folder, listed, none_below, row_of, run_folders
+from embodied.config.files import saved_config
 from embodied.errors import UserError
 from embodied.reporting import report
 from embodied.reporting.charts import compact
 from embodied.reporting.live import tell
 from embodied.reporting.run_record import RETURN, ReportError, RunFolder, read_run
 from embodied.run import RUNS
+from embodied.run.continued import command
 
 HOST, PORT = "127.0.0.1", 8765
 ROWS = 5
@@ -134,7 +137,7 @@ class Pages(BaseHTTPRequestHandler):
             return self._send_page("Runs", found, lambda: list_page(self._runs_dir, found))
         if path in runs:
             one, state = runs[path], listed(runs[path], self._runs_dir)
-            return self._send_page(state.name, [state, *_written(one)], lambda: run_page(one, state))
+            return self._send_page(state.name, [state, *_written(one)], lambda: run_page(one, state, self._runs_dir))
         name, _, film = path.rpartition("/videos/")
         for file in read_run(runs[name]).videos if name in runs else ():
             if file.name == film:
@@ -208,13 +211,19 @@ def _latest_rows(run: RunFolder) -> Iterator[tuple[str, ...]]:
         yield str(row["iteration"]), f"{row['env_steps']:,}", *numbers
 
 
-def run_page(folder: Path, state: Listed) -> str:
-    """A run's report as it would be written now, below its state."""
+def run_page(folder: Path, state: Listed, runs_dir: Path) -> str:
+    """A run's report as it would be written now, below its state, and below the command that goes on with one that was
+    stopped."""
     try:
         content = report.report_of(read_run(folder))
     except ReportError as error:
         content = f'<p class="notice">{escape(str(error))}</p>'
-    return ABOVE.format(f"{ALL} · {escape(state.state)}") + content
+    how = ""
+    with suppress(UserError):  # of a damaged configuration, which the report says
+        if state.stopped:
+            typed = command(folder, runs_dir, None, saved_config(folder / CONFIG), state.stage)
+            how = f'<p class="note">go on with <code>{escape(typed)}</code></p>'
+    return ABOVE.format(f"{ALL} · {escape(state.state)}") + how + content
 
 
 def _link(name: str, one: Listed) -> str:

@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import datetime
-from functools import cached_property
-from itertools import count
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +41,11 @@ from embodied.evaluation.provenance import (
 from embodied.execution.assignment import configured, farm_spec
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
-from embodied.files import write_whole
+from embodied.files import new_folder, read_json, write_whole
 from embodied.reporting.charts import standalone
 from embodied.reporting.conditions import read_conditions, success_by_level
 from embodied.reporting.live import duration, optional, steps, tell
+from embodied.reporting.run_record import PERTURBED
 from embodied.reporting.tables import evaluation_table
 from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, deal_out, make_evaluator
 from embodied.run import checkpoint
@@ -62,7 +61,9 @@ from sim_farm.episodes import ListedEpisodes
 from sim_farm.perturbations import Perturbation
 from sim_farm.shared_memory.slot_layout import FarmSpec
 
-FILMS = ("evaluation", "perturbed", "against")
+RESULT = "eval.json"
+OF_EPISODES = ("trials", "sha256", "hardware", "simulators")
+"""What may differ in the protocols of two evaluations of which the one with more episodes says more."""
 PAIRS = 4
 """Columns of a film of differences."""
 
@@ -79,6 +80,8 @@ class Subject:
     """Folder of the run whose page shows the result."""
     home: Path
     """Folder of the evaluations' folders."""
+    at_end: bool = False
+    """True of the evaluation that a training ends with: what its run has reached."""
 
     @cached_property
     def files(self) -> dict[str, dict[str, str]]:
@@ -126,9 +129,7 @@ def evaluation_folder(subject: Subject, protocol: Protocol, folder: Path | None,
         folder = newest_of(subject.home, identity)
     if folder is None:
         label = subject.name if subject.checkpoint is None else subject.checkpoint.name
-        stem = f"{label}-{datetime.now():%Y%m%d-%H%M%S}"
-        names = (subject.home / (f"{stem}-{n}" if n else stem) for n in count())
-        folder = next(name for name in names if not name.exists())
+        folder = new_folder(subject.home, label, "name another place with --folder")
     with open_folder(folder, identity, subject.config, resume) as opened:
         yield opened
 
@@ -152,7 +153,10 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
             lambda: len(folder.outcomes),
         )
     except (KeyboardInterrupt, PolicyError) as error:
-        kept = f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with them"
+        kept = (
+            f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; the same command with "
+            "--resume auto goes on with them"
+        )
         if isinstance(error, KeyboardInterrupt):
             _say(kept)
         elif subject.server is not None and folder.outcomes:  # a server that is started again can go on
@@ -282,7 +286,7 @@ def _filmed(tasks: Sequence[str]) -> set[str]:
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """`eval.json`, `eval.md` and, where episodes were perturbed, `eval.svg`, each complete or absent."""
-    files = {"eval.json": json.dumps(result, indent=1) + "\n", "eval.md": evaluation_table(result)}
+    files = {RESULT: json.dumps(result, indent=1) + "\n", "eval.md": evaluation_table(result)}
     if conditions := read_conditions(result):
         files["eval.svg"] = standalone(success_by_level(conditions))
     for name, text in files.items():
@@ -442,14 +446,56 @@ def _shown(subject: Subject, folder: EvalFolder, outcome: EpisodeOutcome, label:
 
 
 def _show_in_run(folder: Path, subject: Subject) -> None:
-    """The run's page shows the newest evaluation, and no film of an older one. One with another instruction
-    than the tasks' own says something else than what the run has reached: it is in its folder alone."""
+    """Show the result in the run's own folder, if it is what the run has reached: its evaluation at the end of the
+    training, or a later one that says more of it.
+
+    Another stays in its folder alone, but for its perturbed episodes, which the run's page shows beside.
+    """
     run_dir = subject.run_dir
     if run_dir is None or subject.config.eval.instruction is not None:
         return
-    for name in ("eval.json", "eval.md", "eval.svg", *(f"videos/{film}.mp4" for film in FILMS)):
+    result, known = read_json(folder / RESULT), None if subject.at_end else _reached(run_dir)
+    reached = known is None or _says_more(result, known, run_dir)
+    if reached:
+        _copy(folder, run_dir, (RESULT, "eval.md", "videos/evaluation.mp4", "videos/against.mp4"))
+    elif known is not None:
+        tell(
+            f"What {run_dir} has reached stays the evaluation of {known['episodes']} episodes; this one, of "
+            f"{result['episodes']}, is in {folder}"
+        )
+    if subject.at_end or "conditions" in result:
+        _copy(folder, run_dir, ("eval.svg", "videos/perturbed.mp4"))
+        (run_dir / PERTURBED).unlink(missing_ok=True)
+        if not reached:
+            shutil.copyfile(folder / RESULT, run_dir / PERTURBED)
+
+
+def _copy(folder: Path, run_dir: Path, names: Iterable[str]) -> None:
+    """Copy the files that are there, and remove those of another evaluation that are not."""
+    for name in names:
         if (folder / name).is_file():
             (run_dir / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, run_dir / name)
         else:
             (run_dir / name).unlink(missing_ok=True)
+
+
+def _reached(run_dir: Path) -> Mapping[str, Any] | None:
+    """The result that the run's folder shows; None where there is none that can be read."""
+    try:
+        found = read_json(run_dir / RESULT)
+        return found if found["episodes"] and found["protocol"] and "checkpoint" in found else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _says_more(result: Mapping[str, Any], known: Mapping[str, Any], run_dir: Path) -> bool:
+    """True if the result is by the same protocol as the one that is known of the run, and of as many episodes of the
+    same checkpoint, or more; or of the checkpoint that the run ends with now, where the known one is of another."""
+    ours, theirs = ({k: v for k, v in one["protocol"].items() if k not in OF_EPISODES} for one in (result, known))
+    if ours != theirs:
+        return False
+    root = run_dir / "checkpoints"
+    of = [one["checkpoint"] for one in (result, known)] + [checkpoint.best(root) or checkpoint.latest(root)]
+    own, other, end = (None if path is None else Path(path).resolve().parts[-3:] for path in of)
+    return result["episodes"] >= known["episodes"] if own == other else own == end

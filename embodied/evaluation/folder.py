@@ -119,9 +119,10 @@ def open_folder(path: Path, identity: Identity, config: Config, resume: bool) ->
     """The folder for an evaluation, new or, with `resume`, as an earlier session left it.
 
     Raises `UserError`, and changes nothing, if another process evaluates into it, if it holds something else, or if
-    it holds an evaluation and `resume` is False. A folder made here and left without an episode is removed.
+    it holds an evaluation and `resume` is False. A folder that was not there, or was empty, and is left without an
+    episode is removed.
     """
-    made = _make(path)
+    made = _make(path) or not any(path.iterdir())
     with _locked(path):
         try:
             if not (path / PROTOCOL).is_file():

@@ -227,7 +227,10 @@ class Learner(WeightsPublisher):
             found.samples, found.batches = [samples_of(batch, self._estimate(batch, self._config))], []
         samples, found.samples = join_samples(found.samples), []
         if len(samples) == 0 and self._recipe.critic:
-            raise UserError("the rollout holds no decision that was executed; nothing can be learned from it")
+            why = "it holds no decision that was executed"
+            if found.broken_episodes:
+                why = f"all its {found.broken_episodes} episodes have a reward or an observation that is not finite"
+            raise UserError(f"nothing can be learned from the rollout: {why}")
         return samples
 
     def _update_from(self, samples: Samples, found: _Received, iteration: int) -> UpdateStatistics:

@@ -26,6 +26,8 @@ LARGEST = 1e100
 MOST_EPISODES = 10**9
 LONGEST_NOTE = 2000
 """Characters of a note that are shown."""
+PERTURBED = "perturbed.json"
+"""The newest later evaluation of perturbed episodes."""
 _FILES = ("config.yaml", "metrics.jsonl", "eval.json")
 
 
@@ -109,7 +111,10 @@ class RunFolder:
     spans: list[Span] = field(default_factory=list)
     evals: list[Evaluation] = field(default_factory=list)
     conditions: list[ConditionResult] = field(default_factory=list)
-    """Results of the evaluation's perturbed episodes, the unperturbed ones' first; empty where none was perturbed."""
+    """Results of perturbed episodes, the unperturbed ones' first; empty where none was perturbed: of the evaluation, or
+    of a later one that has them."""
+    perturbed: Mapping[str, Any] = field(default_factory=dict)
+    """The protocol of these episodes."""
     videos: list[Path] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
     """Iterations after which it went on with other settings."""
@@ -173,7 +178,11 @@ def read_run(path: Path) -> RunFolder:
     if not run.evals:
         run.missing.setdefault("eval.json", f"eval.json has no task: `{evaluate}` writes a new one.")
     if run.evals:
+        run.perturbed = run.evals[0].protocol
         run.conditions = _load(run, "eval.json", evaluate, _conditions, [])
+    if (path / PERTURBED).is_file():
+        run.conditions = _load(run, PERTURBED, evaluate, _conditions, [])
+        run.perturbed = next((one.protocol for one in _load(run, PERTURBED, evaluate, _evals, [])), {})
     files = (file for file in (path / "videos").glob("*.mp4") if file.is_file())
     run.videos = [file for file in files if not file.name.startswith(".")]
     run.videos.sort(key=lambda file: ("fail" not in file.name.lower(), natural_order(file.name)))

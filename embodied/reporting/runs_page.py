@@ -91,11 +91,11 @@ class Alike:
     def perturbed(self) -> dict[tuple[str, int], list[tuple[float, int]]]:
         """Success and number of episodes of each run that was evaluated as the first one was, by curve and level of the
         perturbation; level 0 of each curve is the unperturbed episodes'."""
-        protocols = [protocol_of(run) for run in self.runs]
+        protocols = [_compared(run.perturbed) if run.conditions else None for run in self.runs]
         first = next((protocol for protocol in protocols if protocol is not None), None)
         found: dict[tuple[str, int], list[tuple[float, int]]] = {}
         for run, protocol in zip(self.runs, protocols, strict=True):
-            if not run.conditions or protocol != first:
+            if protocol is None or protocol != first:
                 continue
             begin, *others = run.conditions
             for curve in dict.fromkeys(one.curve for one in others):
@@ -149,9 +149,13 @@ def _before(run: RunFolder) -> dict[str, Any]:
 
 def protocol_of(run: RunFolder) -> dict[str, Any] | None:
     """The protocol of its evaluation, but for the seed; None where there was none."""
-    protocols = [item.protocol for item in run.evals]
+    return _compared(run.evals[0].protocol) if run.evals else None
+
+
+def _compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """What two evaluations must have alike for their results to be averaged."""
     left_out = ("seed", "sha256", "hardware", "simulators")
-    return {key: value for key, value in protocols[0].items() if key not in left_out} if protocols else None
+    return {key: value for key, value in protocol.items() if key not in left_out}
 
 
 def _data(group: Alike) -> dict[str, Any]:
@@ -341,7 +345,15 @@ def _episodes(run: RunFolder, measure: Measure, key: str, over: str) -> Callable
 
 def _table(groups: Sequence[Alike]) -> str:
     measures = " or ".join(dict.fromkeys(group.measure.name for group in groups))
-    names = ("settings", "seeds", f"{measures} in evaluation", "each seed", "env steps", "wall time", "time to target")
+    names = (
+        "settings",
+        "seeds",
+        f"{measures} in evaluation",
+        "each seed, of episodes",
+        "env steps",
+        "wall time",
+        "time to target",
+    )
     lead = (
         f"{measures.capitalize()}: the mean over seeds with its 95% interval, {INTERVAL}. Time to target: the median."
     )
@@ -419,7 +431,7 @@ def _cells(group: Alike) -> tuple[str, ...]:
         escape(group.title),
         escape(", ".join(map(str, group.seeds))),
         measured,
-        ", ".join(map(measure.show, values)) or "–",
+        ", ".join(f"{measure.show(value)} of {episodes}" for value, episodes in group.evaluated()) or "–",
         charts.compact(statistics.median(data["env_steps"])),
         duration(statistics.median(walls)),
         duration(statistics.median(times)) + reached if times else "not reached",

@@ -466,6 +466,8 @@ def write_manifest(folder: Path) -> None:
 
 def verify(folder: Path) -> None:
     """Raise `CheckpointError` unless the files are there, are what was written, and there is nothing beside them."""
+    if not folder.exists():
+        raise CheckpointError(absent(folder))
     expected = _listed(folder)
     try:
         wrong = _unlisted(folder, expected) or _damaged(folder, expected)
@@ -473,6 +475,16 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"the checkpoint {folder} cannot be read ({error}); use an earlier one") from error
     if wrong:
         raise CheckpointError(f"the checkpoint {folder} is damaged: {wrong}; use an earlier one")
+
+
+def absent(folder: Path) -> str:
+    """Message on a checkpoint's folder that is not there, with the nearest ones that are."""
+    there = [str(one) for one in reversed(_newest_first(folder.parent))]
+    number = int(folder.name) if folder.name.isdecimal() else None
+    if number is not None:
+        there.sort(key=lambda one: abs(int(Path(one).name) - number))
+    several = f": {', '.join(there[:3])} {'is' if len(there) == 1 else 'are'} there" if there else ""
+    return f"there is no checkpoint {folder}{several or f', and none beside it in {folder.parent}'}"
 
 
 def digest(folder: Path) -> str:

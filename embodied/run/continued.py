@@ -17,7 +17,7 @@ from typing import Any
 from rich import get_console
 
 from embodied import hub
-from embodied.config.files import CONFIGS, all_settings, save_config, saved_config, with_settings
+from embodied.config.files import CONFIGS, all_settings, load_config, save_config, saved_config, with_settings
 from embodied.config.schema import Config, refuse_code
 from embodied.errors import UserError, shown
 from embodied.run import RUNS
@@ -237,10 +237,11 @@ def command(run_dir: Path, runs_dir: Path, source: str | None, config: Config, s
     `source` names the configuration that the run began with; None: it is not known.
     """
     known = source is not None and (Path(source).is_file() or (CONFIGS / f"{source}.yaml").is_file())
-    begun = source if known else str(run_dir / CONFIG)
-    words = ["embodied", VERBS[stage], str(begun), "--name", str(run_dir.relative_to(runs_dir))]
+    begun = str(source if known else run_dir / CONFIG)
+    words = ["embodied", VERBS[stage], begun, "--name", str(run_dir.relative_to(runs_dir))]
     words += [] if runs_dir == RUNS else ["--runs-dir", str(runs_dir)]
-    code = [config.typed(key) for key in dict.fromkeys(config.named_code.values())]
+    there = load_config(begun).named_code if known else {}
+    code = [config.typed(key) for key in dict.fromkeys(config.named_code.values()) if key not in there.values()]
     return " ".join([shlex.join([*words, "--resume", "auto"]), *code])
 
 

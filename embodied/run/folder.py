@@ -13,7 +13,6 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ from embodied import hub
 from embodied.config.files import save_config
 from embodied.config.schema import HERE, Config
 from embodied.errors import UserError, shown
+from embodied.files import new_folder
 from embodied.run import checkpoint, continued
 from embodied.run.checkpoint import CheckpointError
 from embodied.run.saved_settings import CONFIG, find_run, recorded_settings
 from policies import registry
 
+ELSEWHERE = "make it writable, or choose another place with --runs-dir"
 METRICS, OWNER = "metrics.jsonl", ".owner"
 TRACKED = ("tensorboard", "trackers.json")
 """What trackers keep of a run in its folder, and go on with."""
@@ -119,6 +120,8 @@ def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
         if run_dir is None and not required:
             return config
         if run_dir is None:
+            if named.parent.name == "checkpoints" and not named.exists():
+                raise UserError(f"policy.init: {checkpoint.absent(named)}")
             raise UserError(f"policy.init {str(named)!r} is neither a run, here or below {runs_dir}/, nor a checkpoint")
         found = whole_checkpoint(run_dir, None)
     assert found is not None
@@ -199,10 +202,7 @@ def _owned_by_another(run_dir: Path) -> str:
 
 
 def _unwritable(run_dir: Path, error: OSError) -> UserError:
-    return UserError(
-        f"the run folder {run_dir} cannot be written ({error.strerror}); make it writable, or choose another place "
-        "with --runs-dir"
-    )
+    return UserError(f"the run folder {run_dir} cannot be written ({error.strerror}); {ELSEWHERE}")
 
 
 def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") -> Path | None:
@@ -286,7 +286,7 @@ def open_run_folder(
     """
     if resume and config.name is None:
         raise UserError("--resume auto goes on with a run that has a name; say which with --name")
-    run_dir = _new_folder(runs_dir, Path(source).stem) if config.name is None else runs_dir / config.name
+    run_dir = new_folder(runs_dir, Path(source).stem, ELSEWHERE) if config.name is None else runs_dir / config.name
     with owned(run_dir):
         found = prepare_run(config, run_dir, resume, stage)
         say(f"[bold]{run_dir}[/]: {config.policy.kind} on {config.env.task}", flush=True)
@@ -299,19 +299,3 @@ def open_run_folder(
         finally:
             if not has_content(run_dir):
                 shutil.rmtree(run_dir, ignore_errors=True)
-
-
-def _new_folder(runs_dir: Path, stem: str) -> Path:
-    """A new folder of a run without a name: of the configuration's, and of the time. Of processes that begin in one
-    second each has its own. Raises `UserError` where none can be made."""
-    named = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in count(1):
-        folder = runs_dir / (named if number == 1 else f"{named}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-    raise AssertionError

@@ -223,3 +223,101 @@ class CollapseWatch:
 
     def _interval(self, rate: float) -> tuple[float, float]:
         return wilson(round(rate * self.episodes), self.episodes)
+
+
+# --- A run that learns nothing says so, with the cause and what is the usual way on.
+
+
+STANDSTILL = 3
+"""Iterations in a row without learning after which it is said, and after which a run ends of which every episode is
+broken."""
+
+
+@dataclass
+class StandstillWatch:
+    """Counts the iterations in a row in which the policy was not changed, by their rows of metrics."""
+
+    config: Config
+    iterations: int = 0
+    """Those of them that were the last ones."""
+    learned: bool = False
+    """True if an iteration has changed the policy."""
+    _cause: str = ""
+    _last: dict[str, Any] = field(default_factory=dict)
+
+    def see(self, row: Mapping[str, Any]) -> str | None:
+        """Look at an iteration's row of metrics. What to say, once for each standstill."""
+        self._cause, self._last = _unlearned(row, self.config), dict(row)
+        self.learned |= not self._cause
+        self.iterations = self.iterations + 1 if self._cause else 0
+        return self._sentence() if self.iterations == STANDSTILL else None
+
+    def all_broken(self, last: bool) -> bool:
+        """True if every episode of several iterations was broken, or of all that there were, where none follows."""
+        lasting = self.iterations >= STANDSTILL or (last and not self.learned)
+        return lasting and bool(self.iterations) and _only_broken(self._last)
+
+    def at_end(self) -> str | None:
+        """What to say of a run that ends now; None where its last iterations have learned."""
+        if self.iterations < STANDSTILL and (self.learned or not self.iterations):
+            return None
+        return ("nothing was learned: " if not self.learned else "") + self._sentence()
+
+    def _sentence(self) -> str:
+        last = "the last iteration" if self.iterations == 1 else f"the last {self.iterations} iterations"
+        return f"{last} did not change the policy: {self._cause}"
+
+
+def _only_broken(row: Mapping[str, Any]) -> bool:
+    """True if episodes ended in the iteration, and a number of each was not finite."""
+    mean = row.get("env/return")
+    return bool(row.get("env/episodes")) and (mean is None or math.isnan(mean))
+
+
+def _unlearned(row: Mapping[str, Any], config: Config) -> str:
+    """Cause for which an iteration has not changed the policy, with the usual way on; empty where it has."""
+    if "learner/steps" not in row:  # of a record that does not say it
+        return ""
+    if _only_broken(row):
+        return (
+            f"all {row['env/episodes']:.0f} episodes were left out, since a reward or an observation was not finite. "
+            "Mend the task, or its reward"
+        )
+    if row["learner/steps"] and row.get("learner/grad_norm") != 0:
+        return ""
+    if row.get("learner/stopped_by_kl"):
+        return "optim.target_kl ended the update before its first optimiser step. Raise it, or leave it out"
+    if row.get("learner/informative_groups") != 0:
+        taken = "no optimiser step was taken" if not row["learner/steps"] else "the gradient was zero"
+        return (
+            f"{taken}. Every episode counted alike ({_outcomes(row)}), or all were masked: begin from a policy that "
+            "solves some of them (--policy.init RUN), or take an easier task or a denser reward"
+        )
+    return f"no episode group was informative ({_outcomes(row)}), so that no optimiser step was taken. " + _way_on(
+        row, config
+    )
+
+
+def _outcomes(row: Mapping[str, Any]) -> str:
+    success, mean = row.get("env/success_once"), row.get("env/return")
+    solved = "" if success is None or math.isnan(success) else f"{success:.0%} of the episodes solved, "
+    return f"{solved}mean return {'unknown' if mean is None else f'{mean:.3g}'}"
+
+
+def _way_on(row: Mapping[str, Any], config: Config) -> str:
+    """What to do where all episodes of each episode group came out alike."""
+    success, settings = row.get("env/success_once"), config.advantage
+    if success == 1:
+        return "Every episode is solved: take a harder task, or end the run (--stop-at-success)"
+    ways = []
+    if settings.mask_truncated:
+        ways.append("count episodes that reach their limit (--advantage.no-mask-truncated)")
+    if settings.keep_rates is not None:
+        ways.append(f"keep more groups than those of advantage.keep_rates {settings.keep_rates}")
+    if success == 0:
+        ways.append("begin from a policy that solves some (`embodied sft`, then --policy.init RUN)")
+    else:
+        ways.append("sample more widely")
+    ways.append("take an easier task")
+    ways.append(f"let more episodes be compared (--rollout.episode-group {2 * config.rollout.episode_group})")
+    return f"The episodes of each came out alike: {', or '.join(ways)}"

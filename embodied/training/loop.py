@@ -22,6 +22,7 @@ from rich.markup import escape
 from embodied.config.files import save_config
 from embodied.config.schema import Config
 from embodied.devices import accelerators
+from embodied.errors import UserError
 from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.recovery import FILE, Recovery
 from embodied.execution.session import Session
@@ -38,7 +39,13 @@ from embodied.runtime.api import Runtime
 from embodied.training.callbacks import Callback, IterationEnd
 from embodied.training.checkpoints import RECENT, Position, RunCheckpoints
 from embodied.training.interrupts import deferrable_interrupts
-from embodied.training.iteration_metrics import CollapseWatch, FaultWatch, iteration_row, left_out
+from embodied.training.iteration_metrics import (
+    CollapseWatch,
+    FaultWatch,
+    StandstillWatch,
+    iteration_row,
+    left_out,
+)
 from embodied.training.selection import BackgroundError, Candidate, Selection, free_room
 from policies.registry import policy_class
 from sim_farm.workers import faults
@@ -115,6 +122,7 @@ def train(
         "startup_s": startup_s,
         "success_recent": float(np.mean(recent)) if recent else None,
         "return_recent": float(np.mean(returns)) if returns else None,
+        **({} if loop.standstill.at_end() is None else {"not_learned": loop.standstill.at_end()}),
         **({"recoveries": recovery.recoveries} if recovery.recoveries else {}),
         **({"replaced": recovery.replaced} if recovery.replaced else {}),
         **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
@@ -154,6 +162,7 @@ class _Loop:
         self._environments: dict[str, np.ndarray] = {}
         self._checkpoints = RunCheckpoints(config, run_dir, selection, self.metrics, self.trace)
         self._collapse, self._faults = CollapseWatch(RECENT), FaultWatch()
+        self.standstill = StandstillWatch(config)
         self._large: Exception | None = None
         """The error of a worker that occupies too much memory."""
         self._consistent = True
@@ -170,11 +179,13 @@ class _Loop:
         self._checkpoints.begin(workers, self._kept_at(resume_from))
         self._environments, self._consistent = environments or {}, True
         self._collapse, self._faults, self.milestones = CollapseWatch(RECENT), FaultWatch(), {}
+        self.standstill = StandstillWatch(self.config)
         self.metrics.truncate(self.position.iteration)
         self.selection.begin(self.position.iteration)
         for row in read(self.run_dir):
             self._note_milestones(row)
             self._collapse.see(row)
+            self.standstill.see(row)
         self.workers.begin(environments, self.position.iteration)
 
     def _kept_at(self, begun_from: Path | None) -> int:
@@ -217,11 +228,19 @@ class _Loop:
                 progress.row(row)
                 self._note_milestones(row)
                 self.note_replaced(progress.note)
+                without = None
                 if broken := row.get("learner/broken_episodes"):
-                    progress.note(left_out(int(broken), iteration.summary, config))
+                    without = left_out(int(broken), iteration.summary, config)
+                    progress.note(without)
                 self._faults.see(iteration.summary)
-                if (fallen := self._collapse.see(row)) is not None:
-                    progress.note(fallen)
+                notes = self._collapse.see(row), self.standstill.see(row)
+                if self.standstill.all_broken(self.position.iteration == config.iterations):
+                    count = self.standstill.iterations
+                    raise UserError(
+                        f"nothing can be learned: every episode of {count} iterations was broken. The last: {without}"
+                    )
+                for said in filter(None, notes):
+                    progress.note(said)
                 if self._lasts(self.position.iteration):
                     self._checkpoints.save(self.position, self._environments)
                     self._select(progress)
