@@ -54,7 +54,7 @@ def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
 
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
-    config = _with_data(begun_from(config, runs_dir, resume), runs_dir, resume)
+    config = _with_data(begun_from(config, runs_dir, resume, STAGE), runs_dir, resume)
     check_packages(config.track)
     run_dir = runs_dir / config.name if resume and config.name else None
     if run_dir is not None and goes_on(run_dir):

@@ -38,24 +38,33 @@ def run(args: Arguments) -> dict[str, Any]:
 
         return dry_run(begun_from(settings, args.runs_dir, args.resume == "auto"))
     if args.seeds or args.sweep:
-        return train_variants(args, settings)
+        resume, words = args.resume == "auto", args.words
+        return train_variants(settings, args.config, args.runs_dir, resume, args.seeds, args.sweep, words=words)
     return train_run(settings, args.config, args.runs_dir, args.resume == "auto")
 
 
-def train_variants(args: Arguments, config: Config) -> dict[str, Any]:
-    """Train every variant of the configuration and write the page that compares them. Returns their results, and what
-    they come to.
+def train_variants(
+    config: Config,
+    source: str,
+    runs_dir: Path,
+    resume: bool,
+    seeds: Sequence[int],
+    sweep: Sequence[str],
+    *,
+    words: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Train every variant and write the page that compares them. Returns their results, and what they come to.
 
-    Nothing begins before all of them are known to be possible; with `resume` each goes on where it was.
+    Nothing begins before all of them are known to be possible; with `resume` each goes on where it was. `words` are
+    those of the command, if there was one: settings that they do not name stay in each run as they were.
     """
     from embodied.reporting.runs_page import write_runs_page
     from embodied.run.folder import begun_from
     from embodied.training.preflight import check_begun, check_training
 
-    source, runs_dir, resume = args.config, args.runs_dir, args.resume == "auto"
-    every = variants(config, source, args.seeds, args.sweep)
-    if resume:
-        typed = {*typed_keys(args.words), "seed", *(_choices(entry)[0] for entry in args.sweep)}
+    every = variants(config, source, seeds, sweep)
+    if resume and words:
+        typed = {*typed_keys(words), "seed", *(_choices(entry)[0] for entry in sweep)}
         every = [continued_run(variant, runs_dir, typed, source) for variant in every]
     for variant in every:
         begun = begun_from(variant, runs_dir, resume)
@@ -72,8 +81,9 @@ def train_variants(args: Arguments, config: Config) -> dict[str, Any]:
         try:
             results.append(train_run(variant, source, runs_dir, resume))
         except KeyboardInterrupt:
-            words = args.words if resume else (*args.words, "--resume", "auto")
-            say(f"go on with all of them: {shlex.join(['embodied', 'train', *words])}")
+            if words:
+                again = words if resume else (*words, "--resume", "auto")
+                say(f"go on with all of them: {shlex.join(['embodied', 'train', *again])}")
             raise
     page = runs_dir / f"{config.name or Path(source).stem}.html"
     compared = write_runs_page([runs_dir / (variant.name or "") for variant in every], page)

@@ -349,7 +349,7 @@ def _table(groups: Sequence[Alike]) -> str:
         "settings",
         "seeds",
         f"{measures} in evaluation",
-        "each seed, of episodes",
+        "each seed",
         "env steps",
         "wall time",
         "time to target",
@@ -419,6 +419,7 @@ def _protocol_line(protocol: Mapping[str, Any]) -> str:
 
 def _cells(group: Alike) -> tuple[str, ...]:
     data, values, measure = _data(group), [value for value, _ in group.evaluated()], group.measure
+    counts = ", ".join(dict.fromkeys(str(episodes) for _, episodes in group.evaluated()))
     measured = "–"
     if values:
         between = group.interval()
@@ -431,7 +432,7 @@ def _cells(group: Alike) -> tuple[str, ...]:
         escape(group.title),
         escape(", ".join(map(str, group.seeds))),
         measured,
-        ", ".join(f"{measure.show(value)} of {episodes}" for value, episodes in group.evaluated()) or "–",
+        f"{', '.join(map(measure.show, values))} <small>of {counts} episodes</small>" if values else "–",
         charts.compact(statistics.median(data["env_steps"])),
         duration(statistics.median(walls)),
         duration(statistics.median(times)) + reached if times else "not reached",

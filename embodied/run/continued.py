@@ -100,7 +100,7 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
     refuse_code(recorded, run_dir / CONFIG, given.named_code)
     before, now = _flat(recorded), _flat(given)
     typed = {key for key in typed if key in before.keys() | now.keys()}
-    if before[amount] <= _done(run_dir) and before[amount] < now[amount]:
+    if before[amount] <= done(run_dir) and before[amount] < now[amount]:
         typed.add(amount)
     options = {key: value for key, value in before.items() if key.startswith(OPTION) and key not in typed}
     options |= {key: value for key, value in now.items() if key.startswith(OPTION) and key in typed}
@@ -144,25 +144,32 @@ def is_fixed(key: str, stage: str, incidental: Collection[str] = ()) -> bool:
     return key.partition(".")[0] in FIXED or (stage == "sft" and key in {f"sft.{name}" for name in LEARNED_FROM})
 
 
+def refuse_fixed(found: Iterable[Change], kind: str, run_dir: Path, iteration: int, stage: str) -> None:
+    """Raise `UserError` where one of the changes is of a setting of which a run has one value. `kind` is that of the
+    run's policy."""
+    from policies.registry import policy_class  # an import of seconds, which what is parsed does not wait for
+
+    incidental = policy_class(kind).incidental
+    # Where a run began `begun_from` has looked at.
+    refused = [one for one in found if one.key != "policy.init" and is_fixed(one.key, stage, incidental)]
+    if not refused:
+        return
+    values = " and ".join(f"{one.key} {shown(one.before)}, not {shown(one.now)}" for one in refused)
+    raise UserError(
+        f"{run_dir} has done {iteration} {AMOUNTS[stage]} with {values}: what it has recorded would not be true of "
+        f"{'it' if len(refused) == 1 else 'them'}. Leave {' and '.join(one.key for one in refused)} as before, or "
+        f"begin another run with another --name (from what this one has learned: --policy.init {run_dir})"
+    )
+
+
 def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> None:
     """Say which settings are others than the run recorded, and keep those of its iterations so far.
 
-    Raises `UserError`, and changes nothing, where one of them is fixed.
+    Raises `UserError`, and changes nothing, where a run has one value of one of them.
     """
-    from policies.registry import policy_class  # an import of seconds, which what is parsed does not wait for
-
     recorded = saved_config(run_dir / CONFIG)
     found = changes(recorded, config)
-    incidental = policy_class(config.policy.kind).incidental
-    began = [one for one in found if one.key == "policy.init"]  # `begun_from` has looked at it
-    refused = [one for one in found if one not in began and is_fixed(one.key, stage, incidental)]
-    if refused:
-        values = " and ".join(f"{one.key} {shown(one.before)}, not {shown(one.now)}" for one in refused)
-        raise UserError(
-            f"{run_dir} has done {iteration} {AMOUNTS[stage]} with {values}: what it has recorded would not be true of "
-            f"{'it' if len(refused) == 1 else 'them'}. Leave {' and '.join(one.key for one in refused)} as before, or "
-            f"begin another run with another --name (from what this one has learned: --policy.init {run_dir})"
-        )
+    refuse_fixed(found, recorded.policy.kind, run_dir, iteration, stage)
     kept = keep_settings(run_dir, recorded, config, iteration)
     if found:
         listed = "; ".join(map(str, found))
@@ -256,11 +263,10 @@ def forget_earlier(run_dir: Path) -> None:
         path.unlink()
 
 
-def _done(run_dir: Path) -> int:
-    """Iterations that the run's newest checkpoint has."""
-    return max(
-        (int(path.name) for path in (run_dir / "checkpoints").glob("[0-9]*") if path.name.isdecimal()), default=0
-    )
+def done(run_dir: Path) -> int:
+    """Iterations that the run's newest checkpoint has, lasting or interim."""
+    found = [path.name for root in ("", "interim") for path in (run_dir / "checkpoints" / root).glob("[0-9]*")]
+    return max((int(name) for name in found if name.isdecimal()), default=0)
 
 
 def _flat(config: Config) -> dict[str, Any]:

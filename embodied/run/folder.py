@@ -128,15 +128,19 @@ def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
     return _with_policy(config, init=found.resolve())
 
 
-def begun_from(config: Config, runs_dir: Path, resume: bool) -> Config:
+def begun_from(config: Config, runs_dir: Path, resume: bool, stage: str = "rl") -> Config:
     """`with_init` for a run; one that goes on keeps what it once began from.
 
-    It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone.
+    It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone. Also where
+    the run has another seed, task or policy, before anything is checked of the one that is asked for.
     """
     run_dir = runs_dir / (config.name or "")
     if not (resume and config.name and has_checkpoint(run_dir)):
         return with_init(config, runs_dir)
-    recorded_policy = recorded_settings(run_dir).policy
+    recorded_run = recorded_settings(run_dir)
+    recorded_policy, done = recorded_run.policy, continued.done(run_dir)
+    own = [one for one in continued.changes(recorded_run, config) if not one.key.startswith("sft.")]
+    continued.refuse_fixed(own, recorded_policy.kind, run_dir, done, stage)
     _refuse_another_beginning(config.policy.init, recorded_policy.init, run_dir, runs_dir)
     if config.policy.path is not None and recorded_policy.path is not None:
         config = _with_policy(config, path=hub.kept(config.policy.path, recorded_policy.path))

@@ -213,7 +213,11 @@ def test_a_manifest_is_no_larger_than_one_can_be(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_recognised(tmp_path: Path) -> None:
-    assert "not a complete checkpoint" in refusal(tmp_path / "000009")
+    assert f"there is no checkpoint {tmp_path / '000009'}, and none beside it" in refusal(tmp_path / "000009")
+    for name in ("000001", "000008", "000012"):
+        (tmp_path / name).mkdir()
+    near = ", ".join(str(tmp_path / name) for name in ("000008", "000012", "000001"))
+    assert f": {near} are there" in refusal(tmp_path / "000009")
 
 
 def test_another_policys_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:

@@ -530,12 +530,17 @@ def test_a_suite_is_evaluated_into_a_table_and_a_folder(untrained: list[str], tm
     assert "--resume auto" in output and "--folder" in output
 
 
-def test_a_run_keeps_every_evaluation_and_shows_the_newest(run: Path) -> None:
-    status, output = here("eval", str(run), "--eval.episodes", "3", "--eval.videos", "0")
-    assert status == 0, output
-    folders = sorted((run / "evals").iterdir(), key=lambda folder: folder.stat().st_mtime)
-    assert len(folders) >= 2
-    assert (run / "eval.json").read_bytes() == (folders[-1] / "eval.json").read_bytes()
+def test_a_run_keeps_every_evaluation_and_shows_the_one_of_most_episodes(run: Path) -> None:
+    reached = json.loads((run / "eval.json").read_text())["episodes"]
+    for episodes, shown in ((reached - 1, reached), (reached + 1, reached + 1)):
+        status, output = here("eval", str(run), "--eval.episodes", str(episodes), "--eval.videos", "0")
+        assert status == 0, output
+        folders = sorted((run / "evals").iterdir(), key=lambda folder: folder.stat().st_mtime)
+        assert len(folders) >= 2
+        assert json.loads((run / "eval.json").read_text())["episodes"] == shown
+        said = f"stays the evaluation of {reached} episodes; this one, of {episodes}, is in {folders[-1]}"
+        assert (said in " ".join(output.split())) == (episodes < reached)
+    assert f" of {reached + 1} " in here("runs", "--runs-dir", str(run.parent))[1]
     assert here("report", str(folders[-1]))[0] == 0
 
 

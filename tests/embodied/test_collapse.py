@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embodied.training.iteration_metrics import PATIENCE, CollapseWatch
+from embodied.config.files import parse_config
+from embodied.training.iteration_metrics import PATIENCE, STANDSTILL, CollapseWatch, StandstillWatch
 
 
 def warned_at(rates: Sequence[float | None]) -> list[int]:
@@ -48,3 +49,51 @@ def test_the_note_names_the_rates_with_intervals_and_what_explains_them() -> Non
         and "90% (83% to 94%) at iteration 0" in message
         and "approx_kl 0.5, entropy 2" in message
     )
+
+
+# --- a run that learns nothing
+
+LEARNED = {"env/episodes": 8.0, "env/return": 0.5, "learner/steps": 2.0, "learner/grad_norm": 0.1}
+ALIKE = {**LEARNED, "learner/steps": 0.0, "learner/informative_groups": 0.0, "env/success_once": 0.0}
+BROKEN = {**ALIKE, "env/return": float("nan")}
+
+
+def watched(*rows: dict[str, float]) -> tuple[StandstillWatch, list[int]]:
+    """The watch after the rows, and the iterations at which it said something."""
+    watch = StandstillWatch(parse_config({"workflow": "grpo"}, "test"))
+    return watch, [i for i, row in enumerate(rows, 1) if watch.see(row) is not None]
+
+
+def test_a_standstill_is_said_once_and_at_the_end() -> None:
+    watch, said = watched(LEARNED, *[ALIKE] * 6)
+    assert said == [1 + STANDSTILL]
+    end = watch.at_end()
+    assert end is not None and "the last 6 iterations" in end and "nothing was learned" not in end
+    assert "no episode group was informative (0% of the episodes solved" in end and "--policy.init" in end
+    assert watched(*[ALIKE] * 3, LEARNED, *[ALIKE] * 3)[1] == [3, 7]
+
+
+def test_a_run_that_has_learned_says_nothing_at_the_end_and_a_short_one_that_has_not_does() -> None:
+    assert watched(LEARNED, ALIKE)[0].at_end() is None
+    end = watched(ALIKE)[0].at_end()
+    assert end is not None and end.startswith("nothing was learned: the last iteration")
+    assert watched({"iteration": 1.0})[0].at_end() is None, "a record that does not say it"
+
+
+def test_each_cause_is_named() -> None:
+    causes = {
+        "optim.target_kl": {**LEARNED, "learner/steps": 0.0, "learner/stopped_by_kl": 1.0},
+        "the gradient was zero": {**LEARNED, "learner/grad_norm": 0.0},
+        "Every episode is solved": {**ALIKE, "env/success_once": 1.0},
+        "all 8 episodes were left out": BROKEN,
+    }
+    for cause, row in causes.items():
+        assert cause in str(watched(row)[0].at_end())
+
+
+def test_broken_episodes_end_a_run_after_some_iterations_or_at_its_end() -> None:
+    assert not watched(BROKEN, BROKEN)[0].all_broken(last=False)
+    assert watched(BROKEN, BROKEN)[0].all_broken(last=True)
+    assert watched(*[BROKEN] * STANDSTILL)[0].all_broken(last=False)
+    assert not watched(*[ALIKE] * STANDSTILL)[0].all_broken(last=True)
+    assert not watched(LEARNED, BROKEN)[0].all_broken(last=True)

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
-from embodied.config.files import parse_config
+import embodied
+from embodied.config.files import load_config, parse_config, save_config, saved_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
+from embodied.learning.learner import Learner
 from embodied.reporting.metrics import FILE, read
 from embodied.reporting.trackers import FILE as TRACKED
-from embodied.run import checkpoint
+from embodied.run import checkpoint, continued
 from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import open_run_folder, prepare_run
 from embodied.run.saved_settings import settings_of
 from embodied.runtime.api import InlineRuntime, LocalHandle
 from embodied.training import loop as training
+from tests.embodied.test_cli import here
 from tests.variants import often
 
 RUNTIME = {"mode": "inline", "trace": False}
@@ -235,6 +242,107 @@ def test_a_run_without_a_whole_checkpoint_is_refused_before_it_begins_and_keeps_
     with pytest.raises(CheckpointError, match="environments.safetensors is not what was written"):
         prepare_run(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / FILE).read_bytes() == recorded
+
+
+# --- other settings
+
+
+def resumed(folder: Path, *typed: str, status: int = 0) -> str:
+    """What the command says that goes on with the run in the folder, of the configuration beside it."""
+    own = ["--name", folder.name, "--runs-dir", str(folder.parent), "--resume", "auto"]
+    found, output = here("train", str(folder.parent / "own.yaml"), *own, *typed)
+    assert found == status, output
+    return " ".join(output.split())
+
+
+@pytest.fixture()
+def begun(tmp_path: Path) -> Path:
+    """A run of two iterations, of a configuration with other settings than were typed."""
+    written = {**STATES, "iterations": 2, "checkpoint_every": 1, "eval": {"episodes": 1, "videos": 0}, "track": []}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(written))
+    typed = ["--optim.policy-lr", "1e-5", "--loss.clip", "0.05", "--seed", "7"]
+    status, output = here("train", str(tmp_path / "own.yaml"), "--name", "run", "--runs-dir", str(tmp_path), *typed)
+    assert status == 0, output
+    return tmp_path / "run"
+
+
+def test_what_is_not_typed_again_stays_and_what_is_typed_is_said_and_recorded(begun: Path) -> None:
+    output = resumed(begun, "--iterations", "3")
+    assert "optim.policy_lr 1e-05 (own.yaml: 0.003)" in output and "--optim.policy-lr 0.003" in output
+    kept = settings_of("run", begun.parent)
+    assert (kept.optim.policy_lr, kept.loss.clip, kept.seed, kept.iterations) == (1e-5, 0.05, 7, 3)
+    output = resumed(begun, "--iterations", "4", "--optim.policy-lr", "0.003", "--optim.anneal")
+    assert "after 3 iterations" in output and "optim.policy_lr 1e-05 -> 0.003" in output
+    assert "fall to zero over 4 iterations now: the next has 25% of optim.policy_lr in place of 100%" in output
+    assert [row["iteration"] for row in read(begun)] == [1, 2, 3, 4]
+    assert [row["learner/policy_lr"] for row in read(begun)] == pytest.approx([1e-5, 1e-5, 1e-5, 0.003 / 4])
+    changed = {part.iteration: {str(change) for change in part.changes} for part in continued.parts(begun)}
+    assert changed == {
+        2: {"iterations 2 -> 3"},
+        3: {"iterations 3 -> 4", "optim.policy_lr 1e-05 -> 0.003", "optim.anneal False -> True"},
+    }
+    assert saved_config(begun / "config.until-000002.yaml").optim.policy_lr == 1e-5
+    assert "optim.policy_lr" in (begun / "report.html").read_text().partition("other settings than it began")[2]
+    status, output = here("inspect", str(begun))
+    assert status == 0 and "settings after 3" in output
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (("--seed", "0"), "seed 7, not 0"),
+        (("--env.task", "tabletop/reach"), "env.task 'tabletop/push', not 'tabletop/reach'"),
+        (("--policy.kind", "flow"), "policy.kind 'gaussian_mlp', not 'flow'"),
+        (("--policy.options.widths", "8"), "policy.options.widths [16], not [8]"),
+    ],
+)
+def test_what_would_make_the_record_untrue_is_refused(typed: tuple[str, ...], says: str, begun: Path) -> None:
+    before = (begun / "config.yaml").read_bytes()
+    output = resumed(begun, *typed, status=2)
+    assert f"has done 2 iterations with {says}" in output and f"--policy.init {begun}" in output
+    assert (begun / "config.yaml").read_bytes() == before and not list(begun.glob("config.until*"))
+
+
+def test_from_python_a_complete_configuration_is_compared_and_a_named_one_stays(begun: Path) -> None:
+    whole, named = load_config(str(begun.parent / "own.yaml")), {"name": "run", "iterations": 3}
+    with pytest.raises(UserError, match="seed 7, not 4"):
+        embodied.train(whole, named, runs_dir=begun.parent, resume=True)
+    embodied.train(str(begun.parent / "own.yaml"), named, runs_dir=begun.parent, resume=True)
+    assert settings_of("run", begun.parent).optim.policy_lr == 1e-5 and len(read(begun)) == 3
+
+
+def test_a_run_that_goes_back_behind_a_change_keeps_the_settings_of_what_is_left(tmp_path: Path) -> None:
+    configs = [parse_config({"optim": {"policy_lr": rate}}, "test") for rate in (1.0, 2.0, 3.0)]
+    save_config(configs[1], tmp_path / "config.yaml")
+    save_config(configs[0], tmp_path / "config.until-000010.yaml")
+    kept = continued.keep_settings(tmp_path, configs[1], configs[2], 5)
+    assert kept == tmp_path / "config.until-000005.yaml" and list(tmp_path.glob("config.until*")) == [kept]
+    assert saved_config(tmp_path / "config.until-000005.yaml") == configs[0]
+
+
+def test_the_command_that_is_advised_goes_on_with_the_very_run(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(update: Any, *_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "finish", stopped)
+        output = resumed(begun, "--iterations", "3", status=130)
+    (advised,) = re.findall(r"go on with: (embodied train .* --resume auto)", output)
+    status, output = here(*shlex.split(advised)[1:])
+    assert status == 0, output
+    assert [row["iteration"] for row in read(begun)] == [1, 2, 3]
+    kept = settings_of("run", begun.parent)
+    assert (kept.optim.policy_lr, kept.loss.clip, kept.seed) == (1e-5, 0.05, 7)
+    unknown = continued.command(begun, begun.parent, None, kept)
+    assert unknown == f"embodied train {begun}/config.yaml --name run --runs-dir {begun.parent} --resume auto"
+    assert here(*shlex.split(unknown)[1:])[0] == 0
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    config = parse_config({"env": {"task": "tabletop/reach"}}, "test")
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_run_folder(config, "own.yaml", tmp_path, False, "rl")) for _ in range(3)]
+        assert len({folder for folder, _ in opened}) == 3
 
 
 # --- one owner
