@@ -86,7 +86,7 @@ def _options(kind: Any) -> list[str]:
     hints = typing.get_type_hints(kind)
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(kind):
-        if field.name in ("settings", "json"):
+        if field.name in ("settings", "json", "words"):
             continue
         given = field.default is dataclasses.MISSING or field.default is tyro.MISSING
         positional = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

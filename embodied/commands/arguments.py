@@ -49,7 +49,7 @@ class TrainArguments:
         """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
         is typed again."""
         several = self.seeds or self.sweep
-        settings = self.settings if several else _going_on(self, words, "iterations")
+        settings = self.settings if several else _going_on(self, words, "rl")
         return replace(self, settings=settings, words=tuple(words))
 
     def check(self) -> None:
@@ -91,7 +91,7 @@ class SftArguments:
     def typed(self, words: Sequence[str]) -> Self:
         """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
         is typed again."""
-        return replace(self, settings=_going_on(self, words, "sft.steps"))
+        return replace(self, settings=_going_on(self, words, "sft"))
 
     def check(self) -> None:
         """Raise for what `first_checks` refuses."""
@@ -103,12 +103,12 @@ class SftArguments:
         first_checks.check_trials(self.settings)
 
 
-def _going_on(args: TrainArguments | SftArguments, words: Sequence[str], amount: str) -> Config:
+def _going_on(args: TrainArguments | SftArguments, words: Sequence[str], stage: str) -> Config:
     """The settings of a run that goes on, if the arguments name one; else those that they have."""
     run_dir = args.runs_dir / (args.settings.name or "")
     if args.resume == "no" or args.settings.name is None or not (run_dir / CONFIG).is_file():
         return args.settings
-    return continued(args.settings, run_dir, typed_keys(words), args.config, amount)
+    return continued(args.settings, run_dir, typed_keys(words), args.config, stage)
 
 
 @dataclass(frozen=True)

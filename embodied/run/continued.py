@@ -89,19 +89,19 @@ def typed_keys(words: Iterable[str]) -> frozenset[str]:
     return frozenset(key for key in (*named, *negated) if key in all_settings() or key.startswith(OPTION))
 
 
-def continued(given: Config, run_dir: Path, typed: Collection[str], source: str, amount: str = "iterations") -> Config:
+def continued(given: Config, run_dir: Path, typed: Collection[str], source: str, stage: str = "rl") -> Config:
     """The settings with which the run in the folder goes on: its own, and of the `given` ones those whose keys were
     `typed`. Where the others, of the configuration `source`, differ from the run's, that is said.
 
-    A run that has done all of its `amount` goes on to that of the configuration, where it is more. Raises `UserError`
-    where the run's settings name code that the given ones do not.
+    A run that has done all of its iterations goes on to those of the configuration, where these are more and no
+    learning rate falls with them. Raises `UserError` where the run's settings name code that the given ones do not.
     """
     recorded = recorded_settings(run_dir)
     refuse_code(recorded, run_dir / CONFIG, given.named_code)
     before, now = _flat(recorded), _flat(given)
     typed = {key for key in typed if key in before.keys() | now.keys()}
-    if before[amount] <= done(run_dir) and before[amount] < now[amount]:
-        typed.add(amount)
+    if stage == "rl" and not recorded.optim.anneal and before["iterations"] <= min(done(run_dir), now["iterations"]):
+        typed.add("iterations")
     options = {key: value for key, value in before.items() if key.startswith(OPTION) and key not in typed}
     options |= {key: value for key, value in now.items() if key.startswith(OPTION) and key in typed}
     own = {key: now[key] for key in typed if not key.startswith(OPTION)}
@@ -177,6 +177,9 @@ def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> N
         say(f"{run_dir} goes on after {iteration} {AMOUNTS[stage]} with other settings: {listed}{where}")
     if (stretched := _stretched(recorded, config, iteration, stage)) is not None:
         say(stretched)
+    total, option = _amount(config, stage), {"rl": "--iterations", "sft": "--sft.steps"}[stage]
+    if iteration >= total:
+        say(f"{run_dir} has done all its {total} {AMOUNTS[stage]}; with more it goes on ({option} {2 * total})")
 
 
 def _stretched(before: Config, now: Config, done: int, stage: str) -> str | None:
