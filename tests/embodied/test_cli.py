@@ -544,6 +544,16 @@ def test_a_run_keeps_every_evaluation_and_shows_the_one_of_most_episodes(run: Pa
     assert here("report", str(folders[-1]))[0] == 0
 
 
+def test_a_run_is_not_compared_with_itself(run: Path) -> None:
+    newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    for itself in (run, newest):
+        output = refusal_here("eval", str(run), "--against", str(itself), "--eval.videos", "0")
+        assert f"--against {itself} is what is evaluated itself, {newest}" in output, output
+    for option in ("--against", "--checkpoint"):
+        output = refusal_here("eval", str(run), option, str(newest.parent / "000999"))
+        assert f"there is no checkpoint {newest.parent / '000999'}: " in output and str(newest) in output, output
+
+
 def test_an_unknown_suite_or_index_shows_the_nearest(untrained: list[str], tmp_path: Path) -> None:
     assert "tabletop" in refusal_here(*untrained, "--eval.tasks", "tabeltop")
     assert "tabletop/reach" in refusal_here(*untrained, "--eval.tasks", "tabletop/push", "tabletop/reech")

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import yaml
 
+from embodied.cli import main
+from embodied.commands.train import train_run
 from embodied.config.files import parse_config
+from embodied.reporting.metrics import read
 from embodied.training.iteration_metrics import PATIENCE, STANDSTILL, CollapseWatch, StandstillWatch
 
 
@@ -97,3 +104,58 @@ def test_broken_episodes_end_a_run_after_some_iterations_or_at_its_end() -> None
     assert watched(*[BROKEN] * STANDSTILL)[0].all_broken(last=False)
     assert not watched(*[ALIKE] * STANDSTILL)[0].all_broken(last=True)
     assert not watched(LEARNED, BROKEN)[0].all_broken(last=True)
+
+
+SMALL: dict[str, Any] = {
+    "name": "run",
+    "iterations": 4,
+    "env": {"task": "tabletop/push", "num_envs": 8, "max_episode_steps": 4},
+    "workflow": "grpo",
+    "rollout": {"episode_group": 4},
+    "policy": {"options": {"widths": [8]}},
+    "eval": {"episodes": 1, "videos": 0},
+    "runtime": {"mode": "inline", "trace": False},
+    "track": [],
+}
+
+
+def test_a_run_whose_groups_are_never_informative_says_so_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Episodes of four env steps solve nothing."""
+    result = train_run(parse_config(SMALL, "test"), "test", tmp_path, resume=False)
+    said = capsys.readouterr().out
+    assert result["not_learned"].startswith("nothing was learned: the last 4 iterations did not change the policy")
+    assert said.count("the last 3 iterations did not change the policy: no episode group was informative") == 1
+    assert said.rstrip().endswith(result["not_learned"])
+
+
+def test_a_run_whose_episodes_are_all_broken_ends_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "astray.py").write_text(ASTRAY)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"env": {"task": "astray:gymnasium/Astray-v0", "num_envs": 8}, "advantage": {"outcome": "return"}}
+    settings = {**SMALL, "iterations": 9, **own}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["train", str(tmp_path / "own.yaml"), "--runs-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "every episode of 3 iterations was broken. The last: left out 8 episodes" in said.err
+    assert "go on with: embodied train" in said.out and len(read(tmp_path / "run")) == 3
+
+
+ASTRAY = """
+import gymnasium, numpy
+
+class Astray(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Box(-1, 1, (1,), numpy.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.uniform(-1, 1, 1).astype(numpy.float32), {}
+
+    def step(self, action):
+        return self.np_random.uniform(-1, 1, 1).astype(numpy.float32), float("nan"), True, False, {}
+
+gymnasium.register("Astray-v0", Astray, max_episode_steps=4)
+"""

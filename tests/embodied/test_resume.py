@@ -311,6 +311,24 @@ def test_from_python_a_complete_configuration_is_compared_and_a_named_one_stays(
     assert settings_of("run", begun.parent).optim.policy_lr == 1e-5 and len(read(begun)) == 3
 
 
+def test_what_is_typed_is_known_by_its_words() -> None:
+    words = ["train", "reach", "--optim.policy-lr=1e-3", "--optim.no-anneal", "--policy.options.rows", "8", "--cluster"]
+    typed = {"optim.policy_lr", "optim.anneal", "policy.options.rows", "runtime.address"}
+    assert continued.typed_keys([*words, "a:1", "--nothing", "--resume", "auto"]) == typed
+    first, second = (
+        parse_config({"optim": {"anneal": on}, "env": {"cameras": ["a", "b"]}}, "") for on in (True, False)
+    )
+    (change,) = continued.changes(first, second)
+    assert change.typed == "--optim.no-anneal" and str(change) == "optim.anneal True -> False"
+
+
+def test_another_beginning_is_refused_and_one_that_is_gone_says_nothing(begun: Path) -> None:
+    (begun.parent / "other").mkdir()
+    output = resumed(begun, "--policy.init", str(begun.parent / "other"), "--iterations", "3", status=2)
+    assert f"{begun} began from no other policy, and policy.init is" in output and "--policy.init out" in output
+    assert "began from" not in resumed(begun, "--policy.init", "nowhere")
+
+
 def test_a_run_that_goes_back_behind_a_change_keeps_the_settings_of_what_is_left(tmp_path: Path) -> None:
     configs = [parse_config({"optim": {"policy_lr": rate}}, "test") for rate in (1.0, 2.0, 3.0)]
     save_config(configs[1], tmp_path / "config.yaml")

@@ -74,6 +74,18 @@ def test_the_page_is_made_again_where_a_run_has_another_row(path: str, ask: Ask,
     assert second.status == 200 and "iteration 2 of 4" in second.text and second.version != first.version
 
 
+def test_a_run_that_was_stopped_has_the_command_that_goes_on_with_it(ask: Ask, tmp_path: Path) -> None:
+    make(tmp_path / "runs/group/one", 1)
+    learned = make(tmp_path / "runs/learned", 0, sft={"steps": 200})
+    (learned / "metrics.jsonl").write_text(json.dumps({"iteration": 100, "env_steps": 6400, "sft/loss": 0.1}) + "\n")
+    root = tmp_path / "runs"
+    own = f"{root}/group/one/config.yaml --name group/one --runs-dir {root} --resume auto"
+    assert f"go on with <code>embodied train {own}</code>" in ask("/group/one/").text
+    assert f"go on with <code>embodied sft {root}/learned/config.yaml" in ask("/learned/").text
+    make(tmp_path / "runs/done", 4, 1.0)
+    assert "go on with" not in ask("/done/").text
+
+
 @pytest.mark.slow
 def test_a_run_is_followed_while_it_trains(ask: Ask, tmp_path: Path) -> None:
     seen = [ask("/")]
