@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -108,8 +109,9 @@ def test_the_live_lines_show_no_success(trained: tuple[dict[str, Any], Path], pr
 
 def test_two_such_policies_are_not_compared_by_success(trained: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = trained
+    other = shutil.copytree(folder, tmp_path / "other")
     with pytest.raises(UserError, match="gymnasium/CartPole-v1 has no success by which episodes could be paired"):
-        evaluate_run(str(folder), config_of(), None, folder.parent, into=tmp_path / "e", against=str(folder))
+        evaluate_run(str(folder), config_of(), None, folder.parent, into=tmp_path / "e", against=str(other))
 
 
 @pytest.mark.parametrize(
