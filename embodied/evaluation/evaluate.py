@@ -154,8 +154,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         )
     except (KeyboardInterrupt, PolicyError) as error:
         kept = (
-            f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; the same command with "
-            "--resume auto goes on with them"
+            f"{len(folder.outcomes)} of {total} episodes are kept in {folder.path}; --resume auto goes on with "
+            "them, behind the same command"
         )
         if isinstance(error, KeyboardInterrupt):
             _say(kept)
