@@ -138,7 +138,7 @@ class SGLang(Server):
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "n": n,
-            "stop_token_ids": [drawing.end],
+            "stop_token_ids": list(drawing.ends),
             "skip_special_tokens": False,
         }
         body = {
@@ -192,9 +192,9 @@ class VLLM(Server):
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "n": n,
-            # Other tokens that end a sequence by the model's files do not end an answer here.
+            # Tokens that end an answer are those that are sent, whatever the server's own files say.
             "ignore_eos": True,
-            "stop_token_ids": [drawing.end],
+            "stop_token_ids": list(drawing.ends),
             "skip_special_tokens": False,
             "logprobs": 1,
             "return_token_ids": True,
@@ -334,9 +334,9 @@ class EngineServers:
     def _to_the_end(
         self, server: Server, prompt: Sequence[int], answer: Completion, drawing: Drawing, deadline: float
     ) -> Completion:
-        """The answer, gone on with where the engine ended it at another token than `drawing.end`, which a model's files
-        may name too."""
-        while answer.tokens[-1] != drawing.end and len(answer.tokens) < drawing.count:
+        """The answer, gone on with where the engine ended it at a token that is not among `drawing.ends`, which the
+        server's own files may name."""
+        while answer.tokens[-1] not in drawing.ends and len(answer.tokens) < drawing.count:
             left = replace(drawing, count=drawing.count - len(answer.tokens))
             (more,) = server.complete([[*prompt, *answer.tokens]], 1, left, deadline - time.monotonic())
             if more.version != answer.version:

@@ -129,10 +129,10 @@ class GenerationServer:
         return self._engine.generate(prompts, n, drawing)
 
     def _drawing(self, parameters: Body, count: str) -> Drawing:
-        ends = parameters.get("stop_token_ids") or [self._engine.prompts.end]
+        ends = parameters.get("stop_token_ids") or self._engine.prompts.ends
         return Drawing(
             count=int(parameters.get(count, 16)),
-            end=int(ends[0]),
+            ends=tuple(int(end) for end in ends),
             temperature=float(parameters.get("temperature", 1.0)),
             top_p=float(parameters.get("top_p", 1.0)),
         )
@@ -148,8 +148,8 @@ def _prompts(given: Any) -> tuple[list[list[int]], bool]:
 
 
 def _reason(answer: Completion, drawing: Drawing) -> dict[str, Any]:
-    ended = answer.tokens[-1] == drawing.end
-    return {"type": "stop", "matched": drawing.end} if ended else {"type": "length", "length": drawing.count}
+    last = answer.tokens[-1]
+    return {"type": "stop", "matched": last} if last in drawing.ends else {"type": "length", "length": drawing.count}
 
 
 class _Handler(BaseHTTPRequestHandler):

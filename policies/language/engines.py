@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from policies.contract import PolicyError
-from policies.language.generation import Sampling, generate
+from policies.language.generation import Sampling, generate, up_to_end
 from policies.language.model import load_model
 from policies.language.prompts import Prompts
 
@@ -29,8 +29,8 @@ class Drawing:
 
     count: int
     """Most tokens of an answer."""
-    end: int
-    """Token that ends one."""
+    ends: tuple[int, ...]
+    """Tokens that end one."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token."""
     top_p: float = 1.0
@@ -106,12 +106,12 @@ class InProcessEngine:
             if drawing.temperature > 0:
                 noise = torch.randn(len(asked), drawing.count, generator=self._noise)
             sampling = Sampling(drawing.temperature or 1.0, drawing.top_p, self._rows)
-            found = generate(self._model, asked, drawing.count, drawing.end, noise, sampling)
+            found = generate(self._model, asked, drawing.count, drawing.ends, noise, sampling)
             wrote = self._version
-        ended = (found.tokens == drawing.end).cumsum(1).cumsum(1) <= 1  # the first end token belongs to the answer
+        belongs = up_to_end(found.tokens, drawing.ends)
         return [
             Completion(tuple(tokens[said].tolist()), tuple(log_prob[said].tolist()), wrote)
-            for tokens, log_prob, said in zip(found.tokens, found.log_prob, ended, strict=True)
+            for tokens, log_prob, said in zip(found.tokens, found.log_prob, belongs, strict=True)
         ]
 
     def update_weights(self, folder: Path, version: str) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from policies.language.model import CausalModel
+if TYPE_CHECKING:
+    from policies.language.model import CausalModel
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Answers:
     """The answers to B prompts."""
 
     tokens: Tensor
-    """int64 [B, C]: token ids; the end-of-sequence token from an answer's end on."""
+    """int64 [B, C]: token ids; beyond an answer's end the first of the tokens that end one."""
     log_prob: Tensor
     """float32 [B, C]; 0 beyond an answer's end."""
     states: Tensor
@@ -71,22 +72,23 @@ def generate(
     model: CausalModel,
     prompts: Sequence[Sequence[int]],
     count: int,
-    end: int,
+    ends: Sequence[int],
     noise: Tensor | None,
     sampling: Sampling,
     limits: Sequence[int] | None = None,
     first_states: bool = False,
 ) -> Answers:
-    """Answers of at most C = `count` tokens, each up to its first token `end`. `noise` is [B, C]; None: the likeliest.
-    `limits`: the most tokens of each, at most C; None: C. `first_states`: states of first tokens alone, since those of
-    many long answers fill a GPU.
+    """Answers of at most C = `count` tokens, each up to the first that is among `ends`. `noise` is [B, C]; None: the
+    likeliest. `limits`: the most tokens of each, at most C; None: C. `first_states`: states of first tokens alone,
+    since those of many long answers fill a GPU.
 
     What a row says depends on its prompt and its noise, not on its neighbours, but for the rounding of matrix products.
     """
     device = model.network.device
     batch, size = len(prompts), min(sampling.rows, len(prompts))
     most = torch.tensor([count] * batch if limits is None else limits, device=device)
-    tokens = torch.full((batch, count), end, dtype=torch.int64, device=device)
+    ending = torch.tensor(ends, device=device)
+    tokens = torch.full((batch, count), ends[0], dtype=torch.int64, device=device)
     log_prob = torch.zeros(batch, count, device=device)
     states = torch.zeros(batch, 1 if first_states else count, model.width, dtype=model.dtype, device=device)
     cache = RowCache(model, size, max(map(len, prompts)) + count)
@@ -99,7 +101,7 @@ def generate(
         if new:
             del waiting[: len(new)]
             asked = [prompts[index] for index in new]
-            now = torch.cat([now, _read(model, cache, len(row), asked)])
+            now = torch.cat([now, read_prompts(model, cache, len(row), asked)])
             row = torch.cat([row, torch.tensor(new, device=device)])
             said = torch.cat([said, said.new_zeros(len(new))])
             length = torch.cat([length, torch.tensor([len(prompt) for prompt in asked], device=device)])
@@ -108,14 +110,21 @@ def generate(
         kept = (said < states.shape[1]).nonzero().squeeze(1)
         states[row[kept], said[kept]] = now[kept]
         said = said + 1
-        goes_on = (chosen != end) & (said < most[row])
+        goes_on = ~torch.isin(chosen, ending) & (said < most[row])
         if not bool(goes_on.all()):
             order = _close_up(goes_on)
             cache.keep(order)
             row, said, length, chosen = row[order], said[order], length[order], chosen[order]
-        now = _continue(model, cache, chosen, length) if len(row) else now[:0]
+        now = read_token(model, cache, chosen, length) if len(row) else now[:0]
         length = length + 1
     return Answers(tokens, log_prob, states)
+
+
+def up_to_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """bool [B, C]: the tokens int64 [B, C] that belong to the answers: up to the first of each that is among `ends`,
+    which belongs to it."""
+    ended = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
+    return ended.cumsum(1).cumsum(1) <= 1
 
 
 def _close_up(goes_on: Tensor) -> Tensor:
@@ -126,7 +135,7 @@ def _close_up(goes_on: Tensor) -> Tensor:
     return kept
 
 
-def _read(model: CausalModel, cache: RowCache, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
+def read_prompts(model: CausalModel, cache: RowCache, first: int, prompts: Sequence[Sequence[int]]) -> Tensor:
     """[n, D] the states at the ends of n prompts, whose keys and values fill the places from `first` on."""
     tokens, lengths = padded(prompts, model.network.device)
     columns = torch.arange(tokens.shape[1], device=tokens.device)
@@ -135,7 +144,7 @@ def _read(model: CausalModel, cache: RowCache, first: int, prompts: Sequence[Seq
     return states[torch.arange(len(prompts), device=tokens.device), lengths - 1]
 
 
-def _continue(model: CausalModel, cache: RowCache, tokens: Tensor, length: Tensor) -> Tensor:
+def read_token(model: CausalModel, cache: RowCache, tokens: Tensor, length: Tensor) -> Tensor:
     """[S, D] the states after one more token [S] of each place, which have `length` [S] tokens before it."""
     used = int(length.max()) + 1
     cache.append(length, used)
@@ -171,7 +180,7 @@ class RowCache:
     is_compileable = False
 
     def __init__(self, model: CausalModel, rows: int, columns: int) -> None:
-        self._layers: list[tuple[Tensor, Tensor] | None] = [None] * model.network.config.num_hidden_layers
+        self._layers: list[tuple[Tensor, ...] | None] = [None] * model.network.config.num_hidden_layers
         self._rows, self._columns = rows, columns
         self._places: slice | None = None
         self._at, self._used = torch.empty(0), 0
@@ -195,8 +204,10 @@ class RowCache:
         """Take the keys and values [n, heads, T, d] of a pass, and give those that its tokens may see."""
         held = self._layers[layer]
         if held is None:
-            shape = (self._rows, keys.shape[1], self._columns, keys.shape[3])
-            held = self._layers[layer] = (keys.new_zeros(shape), values.new_zeros(shape))
+            # Keys and values may be of different widths.
+            held = self._layers[layer] = tuple(
+                new.new_zeros(self._rows, new.shape[1], self._columns, new.shape[3]) for new in (keys, values)
+            )
         if self._places is not None:
             for tensor, new in zip(held, (keys, values), strict=True):
                 tensor[self._places, :, : new.shape[2]] = new

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,17 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
+from policies.errors import shown
 from policies.files import ADAPTER_CONFIG, CONFIG, Shards
 from policies.kinds import check_folders
 from policies.language.engine_clients import PROBE, EngineServers, servers_of
 from policies.language.engines import Drawing
-from policies.language.generation import Sampling, generate
+from policies.language.generation import Sampling, generate, up_to_end
+from policies.language.generation_settings import GenerationSettings
 from policies.language.lengths import check_prompts
-from policies.language.model import ADAPTED, CausalModel, load_model, save_model
+from policies.language.model import CausalModel, load_model, save_model
 from policies.language.packing import packed
-from policies.language.prompts import Prompts
+from policies.language.prompts import Prompts, around
 from policies.layers import checked_noise, only_counted
 
+_log = logging.getLogger(__name__)
 BFLOAT16_TOLERANCE = 2e-2
 LOGITS_AT_ONCE = 2**27
 """Numbers of the logits that are held at once: those of a large vocabulary take more memory than all else."""
@@ -50,7 +55,8 @@ class LanguageOptions:
     system: str = ""
     """The system's message before it, with `chat`."""
     prompt: str = "{}"
-    """Text around the instruction, which stands for `{}`."""
+    """Text around the instruction, which stands for `{prompt}`, or for the only `{}` that is no argument of a LaTeX
+    command such as `\\boxed{}`."""
     temperature: float = 1.0
     top_p: float = 1.0
     rows: int = 64
@@ -84,18 +90,24 @@ class LanguageOptions:
             raise PolicyError(f"engine_timeout_s must be greater than 0, got {self.engine_timeout_s}")
         if self.lora_rank < 0 or (self.lora_rank and self.adapter):
             raise PolicyError(f"give lora_rank for a new adapter or adapter for a saved one, got {self.lora_rank}")
-        if "{}" not in self.prompt:
-            raise PolicyError(f"prompt has {{}} where the instruction stands, got {self.prompt!r}")
+        around(self.prompt)  # raises for a text without the instruction's place
         if self.system and not self.chat:
             raise PolicyError("system is a message of a chat: set chat to true")
+
+
+@cache
+def _say(sentence: str) -> None:
+    """Log a sentence once per process: files are checked before a run, and where a policy is built."""
+    _log.warning("%s", sentence)
 
 
 class LanguagePolicy(lora.AdaptedPolicy):
     """Answers an instruction in tokens; with `state`, goes on with the answer whose token ids the state holds.
 
     Reads `instruction`, and `state` [S]: the answer so far, -1 where there is no token yet, as `text/<task>` has it. A
-    decision is up to C tokens, which end with the end-of-sequence token; the chunk has that token from there on. One
-    number of the noise draws one token. Log-probs are at `temperature`, of the whole vocabulary.
+    decision is up to C tokens, until one that ends an answer (`Prompts.ends`); beyond it the chunk has the tokenizer's
+    end-of-sequence token. One number of the noise draws one token. Log-probs are at `temperature`, of the whole
+    vocabulary.
 
     `trace["tokens"]` int64 [B, C] are the token ids. Imitation raises the demonstrated tokens' probability.
     """
@@ -130,6 +142,12 @@ class LanguagePolicy(lora.AdaptedPolicy):
             folder = architecture.get(name)
             if folder and not (Path(folder) / file).is_file():
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+        settings = GenerationSettings.read(Path(architecture["checkpoint"]))
+        if settings.left_out:
+            _say(
+                f"{settings.path} sets {', '.join(f'{name} {shown(value)}' for name, value in settings.left_out.items())}: "
+                "transformers' generate follows that, a policy answers without it"
+            )
 
     @classmethod
     def check_instructions(
@@ -168,9 +186,11 @@ class LanguagePolicy(lora.AdaptedPolicy):
             lora.load_adapter(self.model, adapter)
         elif options.lora_rank:
             alpha = float(options.lora_alpha) or options.lora_rank
-            lora.attach(self.model, {"r": options.lora_rank, "lora_alpha": alpha, "target_modules": ADAPTED})
+            lora.attach(
+                self.model, {"r": options.lora_rank, "lora_alpha": alpha, "target_modules": self.model.linear_layers}
+            )
         if options.gradient_checkpointing:
-            self.model.network.activation_checkpointing_enable({"use_reentrant": False})
+            self.model.recompute()
         self.value_head = nn.Linear(self.model.width, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -197,7 +217,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
         sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
         limits = [self.spec.chunk if text else 1 for text in inputs.instruction]  # nothing is asked of one that rests
         first = not self.options.value_per_action
-        answers = generate(self.model, asked, self.spec.chunk, self.prompts.end, noise, sampling, limits, first)
+        answers = generate(self.model, asked, self.spec.chunk, self.prompts.ends, noise, sampling, limits, first)
         values = self._valued(answers.states)
         return Action(
             answers.tokens.float()[..., None],
@@ -224,7 +244,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
     @torch.no_grad()
     def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
         asked, device, options = self._asked(inputs), self.model.network.device, self.options
-        drawing = Drawing(self.spec.chunk, self.prompts.end, options.temperature, options.top_p)
+        drawing = Drawing(self.spec.chunk, self.prompts.ends, options.temperature, options.top_p)
         rows = [row for row, text in enumerate(inputs.instruction) if text]  # nothing is asked of one that rests
         version = str(weights.folder)
         answers = self._engine.generate([asked[row] for row in rows], 1, drawing, version, weights.folder)
@@ -300,7 +320,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
         There is one pass, of which at most a tenth is padding (`packing`).
         """
-        said = (tokens == self.prompts.end).cumsum(1).cumsum(1) <= 1  # the first end token belongs to the answer
+        said = up_to_end(tokens, self.prompts.ends)
         answers = [row[mask].tolist() for row, mask in zip(tokens, said, strict=True)]
         whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(asked, answers, strict=True)]
         parts = []
@@ -349,7 +369,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
         return "nothing: observations and actions are tokens"
 
     def shards(self) -> Sequence[Sequence[nn.Module]]:
-        return [[layer] for layer in self.model.network.model.layers]
+        return [[layer] for layer in self.model.layers]
 
     def architecture(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self.options).items() if name != "weights"}

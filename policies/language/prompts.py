@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from policies.contract import PolicyError
+from policies.errors import shown
 from policies.files import SHOWN_ERROR
+from policies.language.generation_settings import GenerationSettings
 from policies.torchvision_operators import import_torchvision
 
 MOST_KNOWN = 4096
 """Prompts whose tokens are kept."""
+PLACE, SHORT_PLACE = "{prompt}", "{}"
+"""Where the instruction stands in a template."""
+LATEX = re.compile(r"\\[A-Za-z]+(?:\{\})+")
+"""A command of LaTeX with empty arguments, such as `\\boxed{}`."""
+
+
+def around(template: str) -> Sequence[str]:
+    """The texts of a template between which the instruction stands.
+
+    It stands for each `{prompt}`; in a template without one for its only `{}` that is no argument of a LaTeX command.
+    Other braces stay as they are. Raises `PolicyError` where that is none, or several.
+    """
+    if PLACE in template:
+        return template.split(PLACE)
+    of_latex = [match.span() for match in LATEX.finditer(template)]
+    places = [match.start() for match in re.finditer(re.escape(SHORT_PLACE), template)]
+    places = [place for place in places if not any(first <= place < end for first, end in of_latex)]
+    if len(places) != 1:
+        raise PolicyError(
+            f"prompt has {PLACE} where the instruction stands, or one {SHORT_PLACE} that is no argument of a LaTeX "
+            f"command, got {shown(template)}: write {PLACE}"
+        )
+    return template[: places[0]], template[places[0] + len(SHORT_PLACE) :]
 
 
 class Prompts:
-    """The tokenizer of a model's directory, with the text around an instruction.
+    """The tokenizer of a model's directory, with the text around an instruction (`around`).
 
-    `size` counts the token ids, `end` is the end-of-sequence token's.
+    `size` counts the token ids. `ends` are those that end an answer: first `end`, the tokenizer's end-of-sequence
+    token, then the others that the directory's generation settings name.
     """
 
     def __init__(self, folder: Path, *, chat: bool, system: str, template: str) -> None:
-        """Raises `PolicyError` for a directory without a tokenizer, an end-of-sequence token or a chat template."""
+        """Raises `PolicyError` for a directory without a tokenizer, an end-of-sequence token or a chat template, and
+        for a template that does not say where the instruction stands."""
         import_torchvision()
         from transformers import PreTrainedTokenizerFast
 
@@ -36,7 +65,9 @@ class Prompts:
             raise PolicyError(f"the tokenizer of {folder} has no chat template: leave policy.options.chat false")
         self.end: int = self._tokenizer.eos_token_id
         self.size = max(self._tokenizer.get_vocab().values()) + 1
-        self._chat, self._system, self._template = chat, system, template
+        named = GenerationSettings.read(folder).ends
+        self.ends = tuple(dict.fromkeys([self.end, *(end for end in named if end < self.size)]))
+        self._chat, self._system, self._around = chat, system, around(template)
         self._known: dict[str, list[int]] = {}
 
     def tokens(self, instruction: str) -> list[int]:
@@ -45,7 +76,7 @@ class Prompts:
         if found is None:
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            found = self._known[instruction] = self._tokens(self._template.replace("{}", instruction))
+            found = self._known[instruction] = self._tokens(instruction.join(self._around))
         return found
 
     def encode(self, text: str) -> list[int]:

@@ -117,7 +117,7 @@ class TextPhysics:
         """The reward of one more token. What follows the end of the last answer changes nothing."""
         self._said.append(token)
         self._steps += 1
-        if self._answered or token != self._tokenizer.end:
+        if self._answered or token not in self._tokenizer.ends:
             return 0.0
         answer = self._tokenizer.text(self._said[self._turn_begin : -1])
         found = score(self._problem, answer)

@@ -34,7 +34,7 @@ from tests.policies.language.served_engine import served
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
 PROMPTS = [[9, 30, 4], [8] * 20, [40], [12, 13, 14, 15, 16], [100, 3], [7, 7, 7]]
-LIKELIEST = Drawing(count=12, end=2, temperature=0.0)
+LIKELIEST = Drawing(count=12, ends=(2,), temperature=0.0)
 DIALECT_NAMES = sorted(DIALECTS)
 
 
@@ -72,7 +72,7 @@ def tokens(answers: list[Completion]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("dialect", DIALECT_NAMES)
 def test_a_server_says_what_the_engine_of_the_process_says(dialect: str, folders: list[Path]) -> None:
     own = InProcessEngine(folders[0], rows=2)
-    ending = replace(LIKELIEST, end=own.generate(PROMPTS, 1, LIKELIEST)[0].tokens[5])
+    ending = replace(LIKELIEST, ends=(own.generate(PROMPTS, 1, LIKELIEST)[0].tokens[5],))
     wanted = own.generate(PROMPTS, 2, ending)
     assert len({len(answer.tokens) for answer in wanted}) > 1
     with served(folders[0]) as first, served(folders[1]) as second:
@@ -136,7 +136,7 @@ def test_an_answer_that_ended_at_another_token_is_gone_on_with(dialect: str, fol
 
     class EndsEarly(GenerationServer):
         def _drawing(self, parameters: Any, count: str) -> Drawing:
-            return replace(super()._drawing(parameters, count), end=middle)
+            return replace(super()._drawing(parameters, count), ends=(middle,))
 
     with served(folders[0], kind=EndsEarly) as address:
         engine = asking(f"{dialect} {address}")

@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-NEVER = -1
+NEVER = (-1,)
 """A token that no answer ends with."""
 
 
@@ -111,19 +111,19 @@ def test_an_answer_begun_elsewhere_goes_on_the_same(policy):
 def test_rows_that_wait_say_what_rows_side_by_side_say(policy):
     asked = [policy.prompts.tokens(text) for text in ASKED]
     one, all_at_once = (
-        generate(policy.model, asked, 12, policy.prompts.end, noise(), Sampling(rows=rows)) for rows in (1, 5)
+        generate(policy.model, asked, 12, policy.prompts.ends, noise(), Sampling(rows=rows)) for rows in (1, 5)
     )
     assert torch.equal(one.tokens, all_at_once.tokens)
 
 
 def test_each_answer_may_have_a_limit_of_its_own(policy):
     asked, limits = [policy.prompts.tokens(text) for text in ASKED], (3, 12, 1, 5, 12)
-    end = policy.prompts.end
-    whole = generate(policy.model, asked, 12, end, noise(), Sampling(rows=2))
-    limited = generate(policy.model, asked, 12, end, noise(), Sampling(rows=2), limits)
+    ends = policy.prompts.ends
+    whole = generate(policy.model, asked, 12, ends, noise(), Sampling(rows=2))
+    limited = generate(policy.model, asked, 12, ends, noise(), Sampling(rows=2), limits)
     for row, limit in enumerate(limits):
         assert torch.equal(limited.tokens[row, :limit], whole.tokens[row, :limit])
-        assert (limited.tokens[row, limit:] == end).all() and not limited.log_prob[row, limit:].any()
+        assert (limited.tokens[row, limit:] == policy.prompts.end).all() and not limited.log_prob[row, limit:].any()
 
 
 def test_a_row_that_rests_costs_one_token(policy):
@@ -222,7 +222,7 @@ def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path):
         (SPEC, {"checkpoint": str(MODEL), "top_p": 1.5}, "top_p is a share"),
         (SPEC, {"checkpoint": str(MODEL), "chat": True}, "has no chat template"),
         (SPEC, {"checkpoint": str(MODEL), "system": "Be brief."}, "set chat to true"),
-        (SPEC, {"checkpoint": str(MODEL), "prompt": "Solve:"}, "prompt has {} where"),
+        (SPEC, {"checkpoint": str(MODEL), "prompt": "Solve:"}, "prompt has {prompt} where"),
         (replace(SPEC, discrete_actions=9), {"checkpoint": str(MODEL)}, "answered in 9 tokens.*set env.tokenizer"),
         (replace(SPEC, proprio_dim=2), {"checkpoint": str(MODEL)}, "language reads texts"),
     ],
