@@ -144,10 +144,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
                 raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
         settings = GenerationSettings.read(Path(architecture["checkpoint"]))
         if settings.left_out:
-            _say(
-                f"{settings.path} sets {', '.join(f'{name} {shown(value)}' for name, value in settings.left_out.items())}: "
-                "transformers' generate follows that, a policy answers without it"
-            )
+            listed = ", ".join(f"{name} {shown(value)}" for name, value in settings.left_out.items())
+            _say(f"{settings.path} sets {listed}: transformers' generate applies that, the policy answers without it")
 
     @classmethod
     def check_instructions(
@@ -199,14 +197,17 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     def _check_vocabulary(self) -> None:
         choices, known, rows = self.spec.discrete_actions, self.prompts.size, self.model.vocabulary
-        if known > rows:
-            raise PolicyError(f"the tokenizer of {self.options.checkpoint} has {known} tokens, the model knows {rows}")
+        if max(self.prompts.text_size, self.prompts.end + 1) > rows:
+            raise PolicyError(
+                f"the tokenizer of {self.options.checkpoint} has {known} tokens, and the model knows {rows}: put the "
+                "model's own tokenizer into its folder"
+            )
         if choices != known:
             raise PolicyError(
                 f"the task is answered in {choices} tokens, and the model's tokenizer has {known}: set env.tokenizer "
                 f"to {self.options.checkpoint}"
             )
-        self.model.known = known
+        self.model.known = min(known, rows)
 
     # --- decisions
 
@@ -284,7 +285,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """[B]: the cross-entropy of each demonstrated answer, a sum over its tokens: a token weighs the same in a long
         answer as in a short one, as is usual for language models."""
-        tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.prompts.size - 1)
+        tokens = only_counted(actions, counted).squeeze(-1).round().long().clamp(0, self.model.known - 1)
         states, said = self._taught(self._asked(inputs), torch.where(counted, tokens, self.prompts.end))
         (losses,) = self._by_pieces(self._losses, states, tokens[said])
         return self._placed(losses, said).masked_fill(~counted, 0.0).sum(1)
@@ -305,6 +306,12 @@ class LanguagePolicy(lora.AdaptedPolicy):
             answered = inputs.state.cpu().round().long().tolist()
             for row, text, so_far in zip(asked, inputs.instruction, answered, strict=True):
                 row.extend(token for token in so_far if text and token >= 0)
+        largest = max(map(max, asked)) if self.prompts.size > self.model.vocabulary else 0
+        if largest >= self.model.vocabulary:
+            raise PolicyError(
+                f"a prompt has the token {largest}, an added one for which the model has no embedding (it has "
+                f"{self.model.vocabulary}): take it out of the problem or of policy.options.prompt"
+            )
         longest = max(map(len, asked))
         if longest + self.spec.chunk > self.model.context:
             raise PolicyError(

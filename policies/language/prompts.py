@@ -43,8 +43,9 @@ def around(template: str) -> Sequence[str]:
 class Prompts:
     """The tokenizer of a model's directory, with the text around an instruction (`around`).
 
-    `size` counts the token ids. `ends` are those that end an answer: first `end`, the tokenizer's end-of-sequence
-    token, then the others that the directory's generation settings name.
+    `size` counts the token ids, `text_size` those that were not added to the tokenizer. `ends` are those that end an
+    answer: first `end`, the tokenizer's end-of-sequence token, then the others that the directory's generation settings
+    name.
     """
 
     def __init__(self, folder: Path, *, chat: bool, system: str, template: str) -> None:
@@ -65,6 +66,7 @@ class Prompts:
             raise PolicyError(f"the tokenizer of {folder} has no chat template: leave policy.options.chat false")
         self.end: int = self._tokenizer.eos_token_id
         self.size = max(self._tokenizer.get_vocab().values()) + 1
+        self.text_size: int = self._tokenizer.vocab_size
         named = GenerationSettings.read(folder).ends
         self.ends = tuple(dict.fromkeys([self.end, *(end for end in named if end < self.size)]))
         self._chat, self._system, self._around = chat, system, around(template)

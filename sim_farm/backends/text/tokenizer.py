@@ -46,7 +46,10 @@ class AnswerTokenizer:
             raise FarmError(f"{path.parent / CONFIG} names no eos_token of {FILE}: an answer could not end")
         self.end = found
         named = next((each["eos_token_id"] for each in settings if each.get("eos_token_id") is not None), [])
-        self.ends = frozenset([found, *(named if isinstance(named, list) else [named])])
+        ends = named if isinstance(named, list) else [named]
+        if not all(type(token) is int for token in ends):
+            raise FarmError(f"eos_token_id in {path.parent} is a token id or a list of such, got {named!r}")
+        self.ends = frozenset([found, *ends])
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def ids(self, text: str) -> list[int]:

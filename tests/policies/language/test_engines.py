@@ -85,6 +85,19 @@ def test_a_server_says_what_the_engine_of_the_process_says(dialect: str, folders
 
 
 @pytest.mark.parametrize("dialect", DIALECT_NAMES)
+def test_every_token_that_ends_an_answer_is_sent_to_a_server(dialect: str, folders: list[Path]) -> None:
+    own = InProcessEngine(folders[0])
+    whole = own.generate(PROMPTS, 1, LIKELIEST)
+    ending = replace(LIKELIEST, ends=(2, *{answer.tokens[3] for answer in whole[:2]}))
+    wanted = own.generate(PROMPTS, 1, ending)
+    assert {answer.tokens[-1] for answer in wanted} > set(ending.ends[1:])
+    with served(folders[0]) as address:
+        engine = asking(f"{dialect} {address}")
+        engine.update_weights(folders[0], "one")
+        assert tokens(engine.generate(PROMPTS, 1, ending, "one")) == tokens(wanted)
+
+
+@pytest.mark.parametrize("dialect", DIALECT_NAMES)
 def test_an_answer_is_of_one_version_while_weights_change(dialect: str, folders: list[Path]) -> None:
     wanted = {str(folder): tokens(InProcessEngine(folder).generate(PROMPTS, 1, LIKELIEST)) for folder in folders}
     assert wanted[str(folders[0])] != wanted[str(folders[1])]
