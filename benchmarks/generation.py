@@ -39,8 +39,8 @@ from policies.random_weights import RANDOM_WEIGHTS
 from policies.torchvision_operators import import_torchvision
 
 MODEL = Path(__file__).parent.parent / "assets" / "countdown_lm"
-NO_TOKEN = -1
-"""In the end-of-sequence token's place: lengths are given."""
+NO_TOKEN = (-1,)
+"""In the place of tokens that end an answer: lengths are given."""
 LONGEST, FEWEST = 10.0, 32
 """The longest answer, in mean lengths; so few answers have one of such a length."""
 DEEPER: dict[str, Any] = {

@@ -291,6 +291,8 @@ def rank_of(name: str, sharding: str, ranks: Ranks, folder: str, run_dir: Path) 
     by_token, config = name == "ppo by token", config_of(name, 2)
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"sharding": sharding})})
     policy = answers.exact_policy(folder, by_token)
+    if sharding == "sharded":
+        policy.model.recompute()  # as the recipes of 1.5B and 7B do
     batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
     return Counted(policy, config, run_dir, Affinity(), ranks), batch
 
