@@ -29,7 +29,10 @@ AT_ONCE = (6, 3)
 WINDOW = 3
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 """Largest difference in nats, in the mean over the distribution after a token: a deep network's rounding."""
-ADVICE = "Choose a checkpoint of a family that docs/reasoning.md lists"
+ADVICE = (
+    "Choose a checkpoint of another family: Qwen2, Qwen3, Llama, Mistral, Gemma 2, Gemma 3 (text), Phi-3, Granite, "
+    "Cohere and SmolLM3 are tested"
+)
 
 
 @torch.no_grad()

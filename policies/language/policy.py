@@ -55,7 +55,7 @@ class LanguageOptions:
     system: str = ""
     """The system's message before it, with `chat`."""
     prompt: str = "{}"
-    """Text around the instruction, which stands for `{prompt}`, or for the only `{}` that is no argument of a LaTeX
+    """Text around the instruction, which stands where `{prompt}` is, or the only `{}` that is no argument of a LaTeX
     command such as `\\boxed{}`."""
     temperature: float = 1.0
     top_p: float = 1.0
