@@ -125,7 +125,10 @@ def _check_kind(kind: str, cls: type[Policy], folder: Any) -> None:
         )
     said = config.get("type", config.get("model_type"))
     if said is not None:
-        raise PolicyError(f"{path} is of {shown(said)}, and checkpoints are read of: pi0, pi05, openvla")
+        raise PolicyError(
+            f"{path} is of {shown(said)}, and checkpoints are read of: pi0, pi05, openvla, and language models whose "
+            "architectures end in ForCausalLM"
+        )
 
 
 def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
