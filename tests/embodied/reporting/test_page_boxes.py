@@ -111,7 +111,8 @@ def test_what_covers_or_leaves_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(
         '<body style="margin:0"><div style="height:20px">below</div><div style="position:absolute;top:3px">above</div>'
-        '<div style="white-space:nowrap;margin-top:40px">' + "wide " * 40 + '</div><div style="overflow:auto;white-space:nowrap">'
+        '<div style="white-space:nowrap;margin-top:40px">' + "wide " * 40
+        + '</div><div style="overflow:auto;white-space:nowrap">'
         + "scrolled " * 100 + '</div><svg viewBox="0 0 100 50" width="100" style="overflow:visible;margin-top:40px">'
         '<text x="10" y="-8">high</text></svg><details><summary>shut</summary>' + "unseen " * 3 + "</details>"
     )  # fmt: skip
