@@ -28,7 +28,13 @@ ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
 MODEL = ACTOR / "model.safetensors"
 VALUE_HEAD = Path("value_head.safetensors")
-SPEC_DEFAULTS = {field.name: field.default for field in fields(PolicySpec) if type(field.default) is int}
+SPEC_DEFAULTS = {
+    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for field in fields(PolicySpec)
+    if type(field.default) in (int, tuple)
+}
+BOUNDS = ("action_low", "action_high")
+"""Fields of a spec that are lists of numbers."""
 
 
 def save(policy: Policy, folder: str | Path) -> None:
@@ -124,8 +130,9 @@ def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:
     for name, value in saved.items():
         if name not in known:
             raise PolicyError(f"{path}: spec has no field {shown(name)}{nearest(name[:100], known)}")
-        texts = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        if not (texts if name == "cameras" else type(value) is int):
+        items = {"cameras": (str,)} | dict.fromkeys(BOUNDS, (int, float))
+        listed = isinstance(value, list) and all(type(item) in items.get(name, ()) for item in value)
+        if not (listed if name in items else type(value) is int):
             raise PolicyError(f"{path}: spec.{name} cannot be {shown(value)}")
     if "action_dim" not in saved:
         raise PolicyError(f"{path}: spec.action_dim is missing")
@@ -146,12 +153,18 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Poli
         "spec": (SPEC_DEFAULTS | found["spec"], expected["spec"]),
         "architecture": (defaults | found["architecture"], defaults | expected["architecture"]),
     }
-    return [
+    differences = [
         f"{part}.{name} is {there.get(name)!r}, expected {here.get(name)!r}"
         for part, (there, here) in pairs.items()
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name) and (f"{part}.{name}".removeprefix("architecture.")) not in cls.incidental
     ]
+    if differences and cls.scales_to_bounds and expected["spec"]["action_low"] and "action_low" not in found["spec"]:
+        differences.append(
+            "its actions are in the environment's units, as they were before -1 and 1 meant the bounds: train it "
+            "again, or evaluate it with the version that trained it"
+        )
+    return differences
 
 
 def _actor_state(policy: Policy) -> dict[str, Tensor]:

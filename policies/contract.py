@@ -141,6 +141,10 @@ class PolicySpec:
     discrete_actions: int = 0
     """Choices of an action that is one: `action_dim` is then 1, and an action the number of the choice, from 0. 0:
     actions are real numbers."""
+    action_low: tuple[float, ...] = ()
+    """[A] lower bounds of actions in the environment's units, for a kind that `scales_to_bounds`; empty: all are -1."""
+    action_high: tuple[float, ...] = ()
+    """[A] upper bounds; empty: all are 1."""
 
     @property
     def predicted(self) -> int:
@@ -174,6 +178,9 @@ class Policy(nn.Module):
     """True if a decision may predict more actions than are executed."""
     chooses: ClassVar[bool] = False
     """True if its actions are choices (`PolicySpec.discrete_actions`); False: real numbers."""
+    scales_to_bounds: ClassVar[bool] = False
+    """True if its network's -1 and 1 are the bounds of the environment's actions, which its spec then has
+    (`policies.action_range`). False: its units are those that its weights or demonstrations say."""
     pretrained: ClassVar[bool] = False
     """True if a policy that was just built has learned already: it begins with published weights."""
     trainable: ClassVar[bool] = True

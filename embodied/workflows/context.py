@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import randomisation
 from policies.contract import Policy, PolicySpec
-from policies.registry import check_actions
+from policies.registry import check_actions, policy_class
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
 
@@ -80,6 +81,8 @@ def bootstrap_of(config: Config) -> str:
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     """The sizes of the policy for this task. Raises `PolicyError` where the policy cannot act by the task's actions."""
     reads = config.policy.reads
+    scaled = policy_class(config.policy.kind).scales_to_bounds
+    low, high = _bounds(info) if scaled and not info.discrete_actions else ((), ())
     spec = PolicySpec(
         action_dim=info.action_dim,
         chunk=config.policy.chunk,
@@ -89,14 +92,36 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
         cameras=info.cameras if "images" in reads else (),
         image_size=config.env.image_size if "images" in reads else PolicySpec.image_size,
         discrete_actions=info.discrete_actions,
+        action_low=low,
+        action_high=high,
     )
     check_actions(config.policy.kind, spec)
     return spec
 
 
+def _bounds(info: TaskInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Lower and upper bounds of the task's actions; both empty where all are -1 and 1. An element without bounds is in
+    the environment's units, as those are."""
+    pairs = [
+        (low, high) if math.isfinite(low) and math.isfinite(high) else (-1.0, 1.0)
+        for low, high in zip(info.action_low, info.action_high, strict=True)
+    ]
+    if all(pair == (-1.0, 1.0) for pair in pairs):
+        return (), ()
+    return tuple(low for low, _ in pairs), tuple(high for _, high in pairs)
+
+
 def check_same_sizes(first: PolicySpec, other: PolicySpec, task: str) -> None:
     """Raise `UserError` where one policy cannot act in both tasks; cameras may have other names."""
-    for name in ("action_dim", "discrete_actions", "state_dim", "proprio_dim", "image_size"):
+    for name in (
+        "action_dim",
+        "discrete_actions",
+        "action_low",
+        "action_high",
+        "state_dim",
+        "proprio_dim",
+        "image_size",
+    ):
         mine, its = getattr(first, name), getattr(other, name)
         if mine != its:
             raise UserError(

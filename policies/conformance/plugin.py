@@ -104,8 +104,10 @@ def _spec(kind: str, sizes: dict[str, Any]) -> PolicySpec:
         if name == "cameras":
             if not isinstance(value, list) or not all(isinstance(camera, str) for camera in value):
                 raise PolicyError(f'--sizes: cameras are a list of names, ["base"], got {value!r}')
+        elif name in ("action_low", "action_high"):
+            if not isinstance(value, list) or not all(type(bound) in (int, float) for bound in value):
+                raise PolicyError(f"--sizes: {name} is a list of numbers, [-2.0, 0.0], got {value!r}")
         elif type(value) is not int:
             raise PolicyError(f"--sizes: {name} is a whole number, got {value!r}")
-    if "cameras" in sizes:
-        sizes = {**sizes, "cameras": tuple(sizes["cameras"])}
+    sizes = {name: tuple(value) if isinstance(value, list) else value for name, value in sizes.items()}
     return replace(CHOICES if policy_class(kind).chooses else STATE, **sizes)

@@ -9,38 +9,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.action_range import ActionRange
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.layers import checked_noise
 
 
 class RandomActions(Policy):
-    """Every element uniform in [-1, 1], whatever is seen. `noise` [B, C * A] passes through the normal's
-    distribution function; the mode, of which a uniform density has none, is the mean: zeros. Values are zero."""
+    """Every element uniform between its bounds, whatever is seen. `noise` [B, C * A] passes through the normal's
+    distribution function; the mode, of which a uniform density has none, is the mean: the middle of the range. Values
+    are zero. `trace["action"]` and densities are of the numbers from -1 to 1 that are drawn."""
 
     kind = "random"
+    scales_to_bounds = True
     trainable = False
 
     def __init__(self, spec: PolicySpec) -> None:
         super().__init__()
         self.spec = spec
         self.noise_dim = spec.chunk * spec.action_dim
+        self.range = ActionRange(spec)
         self.value_head = nn.Identity()
 
     @torch.no_grad()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         shape = (_rows(inputs) if noise is None else len(noise), self.spec.chunk, self.spec.action_dim)
         if noise is None:
-            chunk = torch.zeros(shape)
+            drawn = torch.zeros(shape, device=self.range.scale.device)
         else:
-            chunk = torch.erf(checked_noise(noise, self.noise_dim).view(shape) / math.sqrt(2))  # 2 Phi(z) - 1
-        return Action(chunk, self._log_prob(chunk), torch.zeros(shape[0]), {"action": chunk})
+            drawn = torch.erf(checked_noise(noise, self.noise_dim).view(shape) / math.sqrt(2))  # 2 Phi(z) - 1
+        chunk = self.range.to_environment(drawn)
+        return Action(chunk, self._log_prob(drawn), torch.zeros_like(drawn[:, 0, 0]), {"action": drawn})
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         chunk = trace["action"]
-        return Evaluation(self._log_prob(chunk), torch.full_like(chunk, math.log(2)), torch.zeros(len(chunk)))
+        return Evaluation(self._log_prob(chunk), torch.full_like(chunk, math.log(2)), torch.zeros_like(chunk[:, 0, 0]))
 
     def value(self, inputs: Inputs) -> Tensor:
-        return torch.zeros(_rows(inputs))
+        return torch.zeros(_rows(inputs), device=self.range.scale.device)
 
     def architecture(self) -> dict[str, Any]:
         return {}

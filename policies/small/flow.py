@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies import denoising
+from policies.action_range import ActionRange
 from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted, orthogonal, time_embedding
@@ -22,7 +23,7 @@ TIME_DIM = 32
 class VelocityNet(nn.Module):
     """v(x, t, features) with t on the grid of the denoising steps. D numbers per row, H first-layer units.
 
-    The network says a centre c(x, t, features), in units of the action, and the velocity is
+    The network says a centre c(x, t, features), in units of the action that it denoises, and the velocity is
 
         v = ((1 - s) x - c) / (s + (1 - s) t),    s = start_std
 
@@ -95,7 +96,8 @@ class FlowPolicy(Policy):
     x^(0) scored: it is part of what is observed, and its density does not depend on the weights. Entropy is
     constant, hence 0.
 
-    Of the H actions that are denoised the first C are executed and scored.
+    Of the H actions that are denoised the first C are executed and scored. Their -1 and 1 are the bounds of the
+    environment's actions; densities are of what is denoised.
 
     Noise of a row, D = H * A: x^(0) [D], then [D] for step k, then one number whose normal distribution
     function picks k uniformly from 0..N-1; with `joint`, x^(0) [D], then [N, D]. The mode is the ODE from
@@ -120,6 +122,7 @@ class FlowPolicy(Policy):
 
     kind = "flow"
     predicts_more = True
+    scales_to_bounds = True
 
     def __init__(
         self,
@@ -153,6 +156,7 @@ class FlowPolicy(Policy):
             )
         self.spec = spec
         self.size = spec.predicted * spec.action_dim
+        self.range = ActionRange(spec)
         executed = None if spec.predicted == spec.chunk else range(spec.chunk * spec.action_dim)
         self.denoising = Denoising(self.size, steps, noise_level, "all" if joint else "one", executed=executed)
         self.critic_trains_encoder = critic_trains_encoder
@@ -186,7 +190,8 @@ class FlowPolicy(Policy):
         context = self.velocity.context(features, torch.arange(self.denoising.steps, device=features.device))
         draws = self.denoising.draws(noise, len(features))
         x, trace, field = self.denoising.run(draws, lambda x, i: Field(self.velocity(x, context[:, i], i)))
-        log_prob, chunk = self._shaped(self.denoising.log_prob(trace, field)), self._shaped(x)[:, : self.spec.chunk]
+        log_prob = self._shaped(self.denoising.log_prob(trace, field))
+        chunk = self.range.to_environment(self._shaped(x)[:, : self.spec.chunk])
         if self.critic_reads_state and inputs.state is None:
             return Action(chunk, log_prob, torch.full_like(x[:, 0], torch.nan), trace)
         return Action(chunk, log_prob, self._value(inputs, features), trace)
@@ -208,7 +213,8 @@ class FlowPolicy(Policy):
         Of the noise, x_1 is what `act` would begin with, and the last number picks the time as it picks k.
         """
         noise = checked_noise(noise, self.noise_dim)
-        a, x1, step = only_counted(actions, counted).flatten(1), noise[:, : self.size], self.denoising.step_of(noise)
+        a = self.range.to_network(only_counted(actions, counted)).flatten(1)
+        x1, step = noise[:, : self.size], self.denoising.step_of(noise)
         t = self.denoising.times[step]
         context = self.velocity.context(self.encoder(inputs), step)
         v = self.velocity((t * x1 + (1 - t) * a)[:, None], context, step).squeeze(1)

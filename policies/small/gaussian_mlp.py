@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.action_range import ActionRange
 from policies.contract import Action, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.layers import (
     checked_noise,
@@ -26,10 +27,12 @@ class GaussianMLP(Policy):
 
     Actor and critic are separate tanh networks on the normalised state: `value_head` is the whole critic. The
     actor's last layer is small, so that the first mean is near zero; log_std is a parameter [C, A] that does
-    not depend on the state. `noise` [B, C * A] is the z of mean + std z. `trace["action"]` is the chunk.
+    not depend on the state. `noise` [B, C * A] is the z of mean + std z. `trace["action"]` is the chunk as the network
+    says it, whose -1 and 1 are the bounds of the environment's actions; densities are of these numbers.
     """
 
     kind = "gaussian_mlp"
+    scales_to_bounds = True
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class GaussianMLP(Policy):
             raise PolicyError("gaussian_mlp reads the state: spec.state_dim must be at least 1, got 0")
         self.spec = spec
         self.noise_dim = spec.chunk * spec.action_dim
+        self.range = ActionRange(spec)
         self.widths = checked_widths("widths", widths)
         critic_widths = self.widths if critic_widths is None else critic_widths
         self.critic_widths = checked_widths("critic_widths", critic_widths)
@@ -58,12 +62,12 @@ class GaussianMLP(Policy):
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         state = self._state(inputs)
         mean = self._mean(state)
-        chunk = mean
+        said = mean
         if noise is not None:
             z = checked_noise(noise, self.noise_dim).view_as(mean)
-            chunk = torch.addcmul(mean, z, self.log_std.exp())
-        log_prob = gaussian_log_prob(chunk, mean, self.log_std)
-        return Action(chunk, log_prob, self.value_head(state).squeeze(-1), {"action": chunk})
+            said = torch.addcmul(mean, z, self.log_std.exp())
+        log_prob = gaussian_log_prob(said, mean, self.log_std)
+        return Action(self.range.to_environment(said), log_prob, self.value_head(state).squeeze(-1), {"action": said})
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         state = self._state(inputs)
@@ -73,8 +77,8 @@ class GaussianMLP(Policy):
 
     def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
         """Minus the log-likelihood under the present spread, which stays: reinforcement learning explores with it."""
-        mean = self._mean(self._state(inputs))
-        return counted_mean(-gaussian_log_prob(only_counted(actions, counted), mean, self.log_std.detach()), counted)
+        mean, said = self._mean(self._state(inputs)), self.range.to_network(only_counted(actions, counted))
+        return counted_mean(-gaussian_log_prob(said, mean, self.log_std.detach()), counted)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
