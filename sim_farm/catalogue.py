@@ -84,9 +84,18 @@ def has_cameras(task: str) -> bool:
 
 
 def exact_replay(task: str) -> bool:
-    """True if the task's episodes can be replayed (`Backend.exact_replay`). Imports no simulator that is ours."""
+    """True if the task's episodes can be replayed, for all that its simulator declares (`Backend.exact_replay`); of
+    single tasks `TaskInfo.inexact` says more. Imports no simulator that is ours."""
     simulator = task.partition("/")[0]
     return simulator in CATALOGUE or backend(simulator).exact_replay
+
+
+def success_ends(task: str) -> bool:
+    """True if success ends the task's episodes (`Backend.success_ends`). Imports no simulator whose tasks are here."""
+    simulator = task.partition("/")[0]
+    if simulator in CATALOGUE and CATALOGUE[simulator].tasks is not None:
+        return True
+    return backend(simulator).success_ends
 
 
 def exact_split(task: str) -> bool:

@@ -92,12 +92,16 @@ class TaskInfo:
     float32. 0: actions are real numbers."""
     instruction_bytes: int = INSTRUCTION_BYTES
     """Longest instruction in UTF-8 bytes."""
+    first_choice: int = 0
+    """Number that the simulator itself gives the first choice."""
     turns: int = 1
     """Most turns of an episode: a chunk ends with a turn, whose end has to be seen before the next is decided."""
     has_success: bool = True
     """False if the task knows no success, and is measured by its return: `success` is then False throughout."""
     digest: str | None = None
     """sha256 over the task's instruction and the files that define it; None in simulators that read none."""
+    inexact: str = ""
+    """Reason why equal episodes and actions may give other results (`Backend.exact_replay`); empty: they do not."""
 
 
 @dataclass(frozen=True)
@@ -315,10 +319,13 @@ class Backend:
     exact_replay: bool = True
     """Equal episodes and actions give equal results, to the last bit, in any process of one machine. False: a physics
     worker that is lost costs its episodes, a resumed run begins new ones, and nothing is filmed or recorded, which is
-    to replay."""
+    to replay. Where some tasks alone are so, `TaskInfo.inexact` says which."""
     exact_split: bool = True
     """A scene gives the same picture, to the last bit, in any process of one machine. False: the processes that step
     also draw, and there are no render workers."""
+    success_ends: bool = True
+    """An episode ends once its task is solved (`TaskSpec.ignore_terminations` aside). False: it may go on, and be no
+    longer solved at its end."""
     reads_tokens: bool = False
     """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
     axes: Mapping[str, float] = field(default_factory=dict)

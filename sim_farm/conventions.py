@@ -36,6 +36,7 @@ from sim_farm.contract import (
     UInt8,
     new_frames,
 )
+from sim_farm.failures import failures_of
 from sim_farm.perturbations import CAMERA, MARK, PICTURE, SCENE, Perturbation, generator, marked, unmarked
 from sim_farm.pictures import PICTURES
 
@@ -69,7 +70,8 @@ class TaskPhysics:
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         check_episode(self.info, episode)
         self._episode, self._step = episode, 0
-        result = self.backend.reset(episode)
+        with failures_of(self._spec.name, f"the reset of the episode of seed {episode.seed}"):
+            result = self.backend.reset(episode)
         change = _perturbation(self._spec, episode.perturbation)
         if change is not None and change.from_step == 0:
             result = self._change(result, change)
@@ -94,7 +96,8 @@ class TaskPhysics:
 
     def _executed(self, actions: Float32) -> PhysicsResult:
         """Result of the actions, in the simulator's convention, which are executed up to the episode's end."""
-        result = self.backend.step(actions)
+        with failures_of(self._spec.name, f"step {self._step} of the episode of seed {self._episode.seed}"):
+            result = self.backend.step(actions)
         self._step += result.steps
         if result.steps < len(actions) and not result.ended and self.info.turns == 1:
             raise FarmError(

@@ -97,7 +97,10 @@ def make_physics(spec: TaskSpec) -> TaskPhysics:
     found = resolve(spec.name)[0]
     check_task(spec)
     check_perturbations(spec, found)
-    return TaskPhysics(spec, found.make_physics(_requested(spec, found)))
+    physics = TaskPhysics(spec, found.make_physics(_requested(spec, found)))
+    if not found.exact_replay:
+        physics.info = replace(physics.info, inexact="the simulator declares exact_replay=False")
+    return physics
 
 
 def make_renderer(spec: TaskSpec) -> Renderer:

@@ -99,6 +99,10 @@ def record_run(
         task = replace(task_spec(config), cameras=config.env.cameras, perturbations=())
         replayer = session.runtime.start("replayer 0", Replayer, task)
         info = replayer.call(Replayer.describe)
+        if info.inexact:
+            raise UserError(
+                f"{config.env.task} cannot be recorded, which is to replay what the policy did: {info.inexact}"
+            )
         provenance = {
             "task": asdict(info.spec),
             "policy": {"kind": config.policy.kind, "checkpoint": None if folder is None else str(folder)},

@@ -616,7 +616,7 @@ class EvalConfig(Section):
     protocol says, or from seeds alone."""
     ignore_terminations: bool = False
     """Episodes go on to the step limit, whether or not the task was solved before (ManiSkill's name): success at the
-    end then differs from success once. False: success ends an episode."""
+    end then differs from success once. False: success ends an episode, in Gymnasium what its environment says."""
     greedy: bool | None = None
     """Take the policy's mode, or sample; None: as the protocol says, or else greedy, unless there are several
     attempts."""

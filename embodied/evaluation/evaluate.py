@@ -147,7 +147,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     recovery = Recovery(folder.path, "episodes")
     try:
         decisions = until_done(
-            lambda: _run_episodes(subject, protocol, session, folder, recovery),
+            lambda: _run_episodes(subject, protocol, session, folder, recovery, warnings),
             recovery,
             session,
             lambda: len(folder.outcomes),
@@ -294,10 +294,15 @@ def write_result(folder: Path, result: dict[str, Any]) -> None:
 
 
 def _run_episodes(
-    subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder, recovery: Recovery
+    subject: Subject,
+    protocol: Protocol,
+    session: Session,
+    folder: EvalFolder,
+    recovery: Recovery,
+    warnings: list[str],
 ) -> dict[str, float] | None:
-    """Task by task, on a farm each; one worker holds the policy for all of them. Returns how long its decisions took;
-    None where no episode is left."""
+    """Task by task, on a farm each; one worker holds the policy for all of them. Adds what only the simulators know to
+    the warnings. Returns how long its decisions took; None where no episode is left."""
     unfinished = [task for task in protocol.tasks if folder.left(task)]
     ahead, done, begin = sum(len(folder.left(task)) for task in unfinished), 0, time.monotonic()
     worker: Handle[Evaluator] | None = None
@@ -311,6 +316,9 @@ def _run_episodes(
         table = protocol.perturbations.get(task, ())
         with session.farm(trials_farm(config, session, protocol.episodes(task), left, table)) as farm:
             protocol.check(task, farm.infos[0])
+            if (why := farm.infos[0].inexact) and (note := not_repeatable(task, why)) not in warnings:
+                warnings.append(note)
+                _say(f"Note: {note}")
             sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
             if worker is None:
                 worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
@@ -326,6 +334,14 @@ def _run_episodes(
     decisions = worker.call(Evaluator.decision_times)
     worker.end()
     return decisions
+
+
+def not_repeatable(task: str, why: str) -> str:
+    """A warning of a task whose episodes nobody can have again."""
+    return (
+        f"the seeds of {task} do not determine its episodes: {why}. Another evaluation by this protocol, whatever its "
+        "hash, is of other episodes, and nothing of it can be filmed or recorded"
+    )
 
 
 def _say(text: str) -> None:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from embodied.config.schema import Config, EvalConfig
 from embodied.errors import UserError, nearest
-from sim_farm.catalogue import foreign_suite, problem_file, suites_of, task_files, task_names
+from sim_farm.catalogue import foreign_suite, problem_file, success_ends, suites_of, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskFiles, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.graded_axes import axes_of, graded
@@ -168,7 +168,7 @@ class Protocol:
     chunk: int = 1
     """Env steps per action chunk."""
     ignore_terminations: bool = False
-    """True: episodes run to their limit; False: success ends them."""
+    """True: episodes run to their limit; False: what ends a task ends them, as success does in most."""
     task_digests: Mapping[str, str] = field(default_factory=dict)
     """For each task that files define, the sha256 over its instruction, its task file and its initial states."""
     perturbations: Mapping[str, tuple[Perturbation, ...]] = field(default_factory=dict)
@@ -330,6 +330,8 @@ class Protocol:
         once = "success once: solved after any env step; at the end: after the last one"
         if self.ignore_terminations:
             return f"{once}, as episodes run to their limit"
+        if not all(map(success_ends, self.tasks)):
+            return f"{once}, as success need not end an episode"
         return f"{once}, which is the same, as success ends an episode"
 
     def _seeds_line(self) -> str:

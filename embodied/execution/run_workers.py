@@ -35,6 +35,7 @@ from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
 from embodied.metric import Metric
+from embodied.reporting.live import tell
 from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.runtime.handles import WorkerGroup
@@ -254,6 +255,11 @@ def _context(config: Config, run_dir: Path, farm: Farm, assignment: Assignment) 
     for task, info in zip(tasks, farm.infos, strict=True):
         check_same_sizes(sizes, policy_spec(task, info), task.env.task)
         check_recorded_starts(task, info)
+        if info.inexact:
+            tell(
+                f"the seeds of {task.env.task} do not determine its episodes: {info.inexact}. A resumed run begins "
+                "others, nothing is filmed, and no evaluation can be repeated"
+            )
     check_measure(config, farm.infos)
     return WorkerContext(
         config,

@@ -37,7 +37,6 @@ from embodied.trajectories.batch import (
 )
 from embodied.trajectories.memory import FrameCounts, FrameReader, TrajectoryMemory
 from policies.contract import Inputs
-from sim_farm.catalogue import exact_replay
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
 from sim_farm.episodes import GroupedEpisodes
@@ -109,7 +108,7 @@ class RolloutWorker:
             sums.solved[:] = _of_all_tasks(snapshot, "episode_solved", sums.solved)
             sums.length[:] = _of_all_tasks(snapshot, "base_step", sums.length)
             for task, first in enumerate(self._loop.offsets[:-1]):
-                if not exact_replay(self.farm.specs[task].task.name):  # the next episodes begin
+                if self.farm.infos[task].inexact:  # the next episodes begin
                     mine = slice(first, self._loop.offsets[task + 1])
                     sums.total[mine], sums.solved[mine], sums.length[mine] = 0, False, 0
             self._curricula.load(snapshot)

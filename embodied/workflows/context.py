@@ -13,7 +13,7 @@ from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import randomisation
 from policies.contract import Policy, PolicySpec
-from policies.registry import check_actions, policy_class
+from policies.registry import arguments_of, check_actions, policy_class
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
 
@@ -81,6 +81,7 @@ def bootstrap_of(config: Config) -> str:
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     """The sizes of the policy for this task. Raises `PolicyError` where the policy cannot act by the task's actions."""
     reads = config.policy.reads
+    _check_seen(config, info)
     scaled = policy_class(config.policy.kind).scales_to_bounds
     low, high = _bounds(info) if scaled and not info.discrete_actions else ((), ())
     spec = PolicySpec(
@@ -97,6 +98,18 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     )
     check_actions(config.policy.kind, spec)
     return spec
+
+
+def _check_seen(config: Config, info: TaskInfo) -> None:
+    """Raise `UserError` where the policy reads a state, and all that the task shows are pictures."""
+    kind = config.policy.kind
+    if "state" not in config.policy.reads or info.state_dim:
+        return
+    another = "" if "encoder" in arguments_of(policy_class(kind)) else "--policy.kind flow "
+    raise UserError(
+        f"{info.spec.name} has no state, which the policy {kind} reads: all that it shows are pictures. Give {another}"
+        "--policy.reads images --env.cameras 1 --policy.options.encoder cnn"
+    )
 
 
 def _bounds(info: TaskInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:

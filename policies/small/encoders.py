@@ -129,13 +129,13 @@ class StateEncoder(Encoder):
 
 
 class CnnEncoder(Encoder):
-    """The frames of all cameras through one small CNN, beside the normalised proprioception.
+    """The frames of all cameras through one small CNN, beside the normalised proprioception and state.
 
     The cameras' channels are concatenated, in the order of the spec, so that a further camera costs one wider
     first layer and no second network. The grid is flattened into a linear layer, since where things are
     matters, then LayerNorm and tanh bound the features, as is usual for reinforcement learning from pixels
-    (DrQ, arXiv 2004.13649). Proprioception joins after that, at full precision. Reads `frames` and, where
-    spec.proprio_dim is not 0, `proprio`.
+    (DrQ, arXiv 2004.13649). Proprioception and state join after that, at full precision. Reads `frames` and, where
+    the spec has them, `proprio` and `state`.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class CnnEncoder(Encoder):
             raise PolicyError("a policy on images needs at least one camera in spec.cameras")
         self.cameras = spec.cameras
         self.image_size = spec.image_size
-        self.proprio_dim = spec.proprio_dim
-        self.size = features + spec.proprio_dim
+        self.proprio_dim, self.state_dim = spec.proprio_dim, spec.state_dim
+        self.size = features + spec.proprio_dim + spec.state_dim
         layers: list[nn.Module] = []
         below, grid = 3 * len(spec.cameras), spec.image_size
         for width, (kernel, stride, padding) in zip(channels, CONVOLUTIONS, strict=True):
@@ -169,6 +169,7 @@ class CnnEncoder(Encoder):
             orthogonal(nn.Linear(below * grid * grid, features)), nn.LayerNorm(features), nn.Tanh()
         )
         self.normalizer = Normalizer(spec.proprio_dim) if spec.proprio_dim else None
+        self.state_normalizer = Normalizer(spec.state_dim) if spec.state_dim else None
 
     def forward(self, inputs: Inputs) -> Tensor:
         frames = [self._frame(inputs, name) for name in self.cameras]
@@ -180,14 +181,18 @@ class CnnEncoder(Encoder):
         # neither here nor where the grid is flattened again.
         scaled = pixels.permute(0, 3, 1, 2).mul_(1 / 127.5).sub_(1)
         grid = self.convolutions(scaled).permute(0, 2, 3, 1)
-        features = self.head(grid.flatten(1))
-        if self.normalizer is None:
-            return features
-        return torch.cat([features, self.normalizer(vector(inputs, "proprio", self.proprio_dim))], -1)
+        found = [self.head(grid.flatten(1))]
+        if self.normalizer is not None:
+            found.append(self.normalizer(vector(inputs, "proprio", self.proprio_dim)))
+        if self.state_normalizer is not None:
+            found.append(self.state_normalizer(vector(inputs, "state", self.state_dim)))
+        return torch.cat(found, -1) if len(found) > 1 else found[0]
 
     def observe(self, inputs: Inputs) -> None:
         if self.normalizer is not None:
             self.normalizer.observe(vector(inputs, "proprio", self.proprio_dim))
+        if self.state_normalizer is not None:
+            self.state_normalizer.observe(vector(inputs, "state", self.state_dim))
 
     def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
         if self.normalizer is None:

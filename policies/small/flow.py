@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ class FlowPolicy(Policy):
 
     The encoder is shared: `value_head` is a small network on its features, and unless `critic_trains_encoder`
     is False the value loss trains the encoder too, with the actor's learning rate, since the encoder belongs
-    to the actor's parameters. "state" reads `state` alone, "cnn" reads `frames` and `proprio`.
+    to the actor's parameters. "state" reads `state` alone, "cnn" reads `frames`, `proprio` and `state`.
 
     With `critic_reads_state` the critic has its own network on the simulator's state, which it needs in
     training only (asymmetric actor-critic, Pinto et al., arXiv 1710.06542). The actor never reads it: where
@@ -174,7 +175,8 @@ class FlowPolicy(Policy):
             critic_trains_encoder=critic_trains_encoder, critic_reads_state=critic_reads_state,
             state_loss=float(state_loss), steps=steps, noise_level=noise_level, start_std=start_std, joint=joint,
         )  # fmt: skip
-        self.encoder: Encoder = ENCODERS[encoder](spec, features, channels, extra_layers)
+        seen = replace(spec, state_dim=0) if critic_reads_state and encoder == "cnn" else spec
+        self.encoder: Encoder = ENCODERS[encoder](seen, features, channels, extra_layers)
         self.velocity = VelocityNet(self.size, self.encoder.size, widths, steps, start_std)
         self.value_head = (
             StateCritic(spec, critic_widths)

@@ -207,7 +207,10 @@ class Replayer:
             self._renderer.close()
 
     def _run(self, episode: EpisodeSpec, actions: Float32) -> list[PhysicsResult]:
-        """Observations at the start and after each action, up to the episode's end."""
+        """Observations at the start and after each action, up to the episode's end. Raises `FarmError` where another
+        episode would come out."""
+        if self._physics.info.inexact:
+            raise FarmError(f"{self._task.name} cannot be replayed: {self._physics.info.inexact}")
         seen = [self._physics.reset(episode)]
         for action in actions:
             seen.append(self._physics.step(np.asarray(action, np.float32)[None]))

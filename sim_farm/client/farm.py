@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim_farm.catalogue import exact_replay
 from sim_farm.client.observations import Int, Observations
 from sim_farm.client.task_farm import (
     RENDERER_START_S,
@@ -295,13 +294,13 @@ class Farm:
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         """Make the next `reset` continue from a snapshot: each episode is replayed from its seed and actions. Where a
-        simulator's cannot be (`Backend.exact_replay`), the next episodes begin."""
+        task's cannot be (`TaskInfo.inexact`), the next episodes begin."""
         parts = []
         for i, task in enumerate(self.tasks):
             prefix = _prefix(i)
             parts.append({key: snapshot[prefix + key] for key in SNAPSHOT if prefix + key in snapshot})
             check_snapshot(parts[-1], task.slots, task.spec.task)
-            if not exact_replay(task.spec.task.name):
+            if task.info.inexact:
                 parts[-1] = without_episodes_under_way(parts[-1])
         for task, part in zip(self.tasks, parts, strict=True):
             for key in SNAPSHOT:

@@ -91,10 +91,22 @@ def vector_env(
     check_spec(farm_spec)
     host = Processes(processes)
     try:
-        return FarmVectorEnv(Farm.create(farm_spec, host), host, observations, mode)
+        farm = Farm.create(farm_spec, host)
+        _check_shown(farm.infos[0], observations)
+        return FarmVectorEnv(farm, host, observations, mode)
     except BaseException:
         host.close()
         raise
+
+
+def _check_shown(info: TaskInfo, shown: Shown) -> None:
+    """Raise `FarmError` where the task has nothing of what each step is to show."""
+    sizes = {"state": info.state_dim, "proprio": info.proprio_dim}
+    if sizes.get(shown, 1):
+        return
+    others = [name for name, size in sizes.items() if size]
+    remedy = f"give observations={others[0]!r}" if others else "give observations='frames' and cameras=1 or more"
+    raise FarmError(f"{info.spec.name} has no {shown}: {remedy}")
 
 
 def _most_workers(num_envs: int) -> int:
@@ -281,7 +293,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
     def _chunks(self, actions: np.ndarray) -> np.ndarray:
         """The actions, [B, A] or choices [B], as chunks of one, float32 [B, 1, A]."""
         try:
-            given = np.asarray(actions, np.float32)
+            given = np.asarray(actions, np.float64)
         except (TypeError, ValueError):
             raise FarmError(f"actions are numbers of shape {list(self.action_space.shape or ())}") from None
         if given.shape != self.action_space.shape:
@@ -290,7 +302,15 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
             flat = given.reshape(self.num_envs, -1)
             env, place = np.argwhere(~np.isfinite(flat))[0].tolist()
             raise FarmError(f"actions are finite numbers: that of environment {env} has {flat[env, place]} at {place}")
-        return given.reshape(self.num_envs, 1, self.task_info.action_dim)
+        if self.task_info.discrete_actions:
+            given = given - self.task_info.first_choice
+            bad = (given != np.rint(given)) | (given < 0) | (given >= self.task_info.discrete_actions)
+            if bad.any():
+                env = int(bad.argmax())
+                raise FarmError(
+                    f"actions are choices of {self.single_action_space}: that of environment {env} is {actions[env]}"
+                )
+        return given.astype(np.float32).reshape(self.num_envs, 1, self.task_info.action_dim)
 
     def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int | None]:
         if seed is None:
@@ -322,7 +342,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
 
 def _action_space(info: TaskInfo) -> gymnasium.Space[Any]:
     if info.discrete_actions:
-        return gymnasium.spaces.Discrete(info.discrete_actions)
+        return gymnasium.spaces.Discrete(info.discrete_actions, start=info.first_choice)
     low, high = (np.array(bound, np.float32) for bound in (info.action_low, info.action_high))
     return gymnasium.spaces.Box(low, high, dtype=np.float32)
 

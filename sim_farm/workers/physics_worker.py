@@ -8,7 +8,6 @@ import time
 import numpy as np
 
 from sim_farm import render_devices
-from sim_farm.catalogue import exact_replay
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, Physics, PhysicsResult
 from sim_farm.registry import make_physics
 from sim_farm.shared_memory import slot_layout
@@ -51,10 +50,10 @@ class PhysicsWorker(Worker):
             self._progress()
             self._client.ring()
         self._place_renderer()
-        if exact_replay(self.setup.spec.task.name):
-            self._replay_all()
-        else:
+        if self.setup.info.inexact:
             self._lose_all()
+        else:
+            self._replay_all()
         self._report_memory()
         self._report(slot_layout.WAITING)
 

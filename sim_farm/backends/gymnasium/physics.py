@@ -1,15 +1,14 @@
-"""Steps one Gymnasium environment; draws its picture too, for nobody else can."""
+"""Steps one Gymnasium environment; draws its pictures too, for nobody else can."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from gymnasium import spaces
-from PIL import Image
 
-from sim_farm.backends.gymnasium.environment import flat_state, id_of, is_solved, open_environment, picture
-from sim_farm.contract import EpisodeOver, EpisodeSpec, Float32, PhysicsResult, TaskSpec, UInt8
+from sim_farm.backends.gymnasium.environment import id_of, open_environment
+from sim_farm.backends.gymnasium.instance import Seen
+from sim_farm.backends.gymnasium.observation import RENDER, resized
+from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskSpec, UInt8
+from sim_farm.failures import failures_of
 
 
 class GymnasiumPhysics:
@@ -17,69 +16,64 @@ class GymnasiumPhysics:
 
     An episode is what `env.reset(seed=...)` and the actions make it. A discrete action is a whole number from 0, of
     whatever the space begins with; others are rounded. Only the process that steps an environment can draw it: the
-    scene is the picture itself, resized to [size, size, 3] and drawn only where a camera was asked for. There is no
+    scene is the pictures of the cameras themselves, one after the other, each resized to [size, size, 3]. There is no
     proprioception.
     """
 
     def __init__(self, spec: TaskSpec) -> None:
         opened = open_environment(spec)
-        self._env, self.info = opened.env, opened.info
+        self._instance, self._parts, self.info = opened.instance, opened.observation, opened.info
         self._low = np.array(self.info.action_low, np.float32)
         self._high = np.array(self.info.action_high, np.float32)
         self._under_way = False
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
-        observation, _ = self._env.reset(seed=episode.seed)
+        seen = self._instance.reset(episode.seed)
         self._under_way = True
-        return self._result(observation, [], [], (False, False))
+        return self._result([], seen)
 
     def step(self, actions: Float32) -> PhysicsResult:
         if not self._under_way:
             raise EpisodeOver(f"the episode of {self.info.spec.name} is over or never began: call reset")
-        rewards: list[float] = []
-        solved: list[bool] = []
-        observation, ends = None, (False, False)
+        steps: list[Seen] = []
         for action in np.clip(actions, self._low, self._high):
-            observation, reward, terminated, truncated, info = self._env.step(self._to_environment(action))
-            rewards.append(float(reward))
-            solved.append(is_solved(info))
-            terminated = bool(terminated) and not self.info.spec.ignore_terminations
-            ends = terminated, bool(truncated) and not terminated
-            if any(ends):
+            steps.append(self._instance.step(action))
+            if steps[-1].solved is not None and not self.info.has_success:
+                raise FarmError(
+                    f"{self.info.spec.name} reports success now, and did not in the episode by which it was described: "
+                    "put is_success into every info, False where it is not solved"
+                )
+            if steps[-1].terminated or steps[-1].truncated:
                 self._under_way = False
                 break
-        return self._result(observation, rewards, solved, ends)
+        return self._result(steps, steps[-1])
 
     def close(self) -> None:
-        self._env.close()
+        self._instance.close()
         self._under_way = False
 
-    def _to_environment(self, action: Float32) -> Any:
-        space = self._env.action_space
-        if isinstance(space, spaces.Discrete):
-            return space.start + int(np.rint(action[0]))
-        return action.reshape(space.shape).astype(space.dtype)
-
-    def _result(
-        self, observation: Any, rewards: list[float], solved: list[bool], ends: tuple[bool, bool]
-    ) -> PhysicsResult:
-        flags = np.zeros((2, len(rewards)), np.bool_)
-        if rewards:
-            flags[:, -1] = ends
+    def _result(self, steps: list[Seen], last: Seen) -> PhysicsResult:
+        with failures_of(self.info.spec.name, "its observation"):
+            try:
+                state, scene = self._parts.state_of(last.observation), self._scene(last)
+            except FarmError as error:
+                raise FarmError(f"{self.info.spec.name}: {error}") from error
         return PhysicsResult(
-            reward=np.array(rewards, np.float32),
-            success=np.array(solved, np.bool_),
-            terminated=flags[0],
-            truncated=flags[1],
+            reward=np.array([seen.reward for seen in steps], np.float32),
+            success=np.array([bool(seen.solved) for seen in steps], np.bool_),
+            terminated=np.array([seen.terminated for seen in steps], np.bool_),
+            truncated=np.array([seen.truncated and not seen.terminated for seen in steps], np.bool_),
             proprio=np.zeros(0, np.float32),
-            state=flat_state(self._env, observation),
-            scene=self._scene(),
-            instruction=id_of(self.info.spec),
+            state=state,
+            scene=scene,
+            instruction=self._parts.text_of(last.observation) or id_of(self.info.spec),
         )
 
-    def _scene(self) -> UInt8:
-        if not self.info.cameras:
+    def _scene(self, seen: Seen) -> UInt8:
+        cameras, size = self.info.cameras, self.info.spec.image_size
+        if not cameras:
             return np.zeros(0, np.uint8)
-        size = self.info.spec.image_size
-        drawn = Image.fromarray(picture(self._env, self.info.spec.name))
-        return np.array(drawn.resize((size, size), Image.Resampling.BILINEAR)).reshape(-1)
+        frames = self._parts.frames_of(seen.observation)
+        if RENDER in cameras:
+            frames[RENDER] = self._instance.draw()
+        return np.concatenate([resized(frames[name], size).reshape(-1) for name in cameras])

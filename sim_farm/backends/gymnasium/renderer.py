@@ -1,4 +1,4 @@
-"""Hands out the pictures that Gymnasium's environments have drawn of themselves."""
+"""Hands out the pictures that Gymnasium's environments have drawn, or observed, themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sim_farm.contract import TaskSpec, UInt8, new_frames
 
 
 class GymnasiumRenderer:
-    """Copies frames from scenes, each of which is its picture [size, size, 3]."""
+    """Copies frames from scenes, each of which is its cameras' pictures [cameras, size, size, 3]."""
 
     def __init__(self, spec: TaskSpec) -> None:
         opened = open_environment(spec)
-        opened.env.close()
+        opened.instance.close()
         self.info = opened.info
 
     def render(
@@ -22,8 +22,9 @@ class GymnasiumRenderer:
         size = self.info.spec.image_size
         frames = new_frames(len(scenes), cameras, size) if out is None else out
         for name in cameras:
+            place = self.info.cameras.index(name)
             for index, scene in enumerate(scenes):
-                frames[name][index] = scene.reshape(size, size, 3)
+                frames[name][index] = scene.reshape(-1, size, size, 3)[place]
         return frames
 
     def close(self) -> None:

@@ -1,0 +1,109 @@
+"""One instance of a Gymnasium environment, whose answers are checked, and whose exceptions say where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from sim_farm.contract import FarmError, Float32, UInt8
+from sim_farm.failures import failures_of
+
+SUCCESS = ("is_success", "success")
+"""Keys of the info by which environments report success."""
+NESTED = ("final_info", "episode")
+"""Keys of the info under which wrappers put that of an episode's end."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Answer to a reset or to an action."""
+
+    observation: Any
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    solved: bool | None = None
+    """Success as the info has it; None where it says nothing."""
+
+
+class Instance:
+    """See the module's docstring. What goes wrong is raised as `FarmError`."""
+
+    def __init__(self, name: str, env: gymnasium.Env[Any, Any]) -> None:
+        self.name, self.env = name, env
+
+    def reset(self, seed: int) -> Seen:
+        with failures_of(self.name, f"reset(seed={seed})"):
+            found = self.env.reset(seed=seed)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+            raise FarmError(
+                f"{self.name}: reset returns {_shape(found)}, and Gymnasium's an observation and an info; an "
+                "environment of the older gym is registered with a wrapper (shimmy's GymV21CompatibilityV0)"
+            )
+        return Seen(found[0])
+
+    def step(self, action: Float32) -> Seen:
+        """The action [A] is within the bounds."""
+        with failures_of(self.name, "step"):
+            found = self.env.step(self._own(action))
+            if not isinstance(found, tuple) or len(found) != 5 or not isinstance(found[4], Mapping):
+                raise FarmError(
+                    f"{self.name}: step returns {_shape(found)}, and Gymnasium's an observation, a reward, terminated, "
+                    "truncated and an info; an environment of the older gym is registered with a wrapper (shimmy's "
+                    "GymV21CompatibilityV0)"
+                )
+        observation, reward, terminated, truncated, info = found
+        given = np.asarray(reward)
+        if given.size != 1:
+            raise FarmError(
+                f"{self.name} gives a reward of shape {list(given.shape)}, and a reward is one number: register "
+                "it with gymnasium.wrappers.TransformReward"
+            )
+        return Seen(observation, float(given.item()), bool(terminated), bool(truncated), self._solved(info))
+
+    def draw(self) -> UInt8:
+        """uint8 [H, W, 3]: what the environment shows now, in its own size."""
+        try:
+            drawn = self.env.render()
+        except Exception as error:  # whatever its authors draw with; what is missing is in the message
+            raise FarmError(
+                f"{self.name} cannot draw ({error}). Set env.cameras and eval.videos to 0, or install what draws it: "
+                "pip install 'embodied-farm[gymnasium]' has pygame. MuJoCo's environments need MUJOCO_GL=egl or osmesa "
+                "where there is no display"
+            ) from error
+        if not isinstance(drawn, np.ndarray) or drawn.dtype != np.uint8 or drawn.ndim != 3 or drawn.shape[2] != 3:
+            raise FarmError(f"{self.name} draws {_shape(drawn)}, and frames are uint8 [H, W, 3]: set env.cameras to 0")
+        return drawn
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _own(self, action: Float32) -> Any:
+        space = self.env.action_space
+        if isinstance(space, spaces.Discrete):
+            return space.start + int(np.rint(action[0]))
+        assert isinstance(space, spaces.Box)
+        # Bounds of another precision are not those that float32 rounds them to.
+        return np.clip(action.reshape(space.shape).astype(space.dtype), space.low, space.high)
+
+    def _solved(self, info: Mapping[str, Any]) -> bool | None:
+        parts = [info, *(info[key] for key in NESTED if isinstance(info.get(key), Mapping))]
+        said = [(key, part[key]) for part in parts for key in SUCCESS if part.get(key) is not None]
+        for key, value in said:
+            if np.size(value) != 1 or np.asarray(value).item() not in (0, 1):
+                raise FarmError(
+                    f"{self.name} reports {key} as {value!r}, which is neither success nor failure: it is True or "
+                    "False; leave it out of the info where it is not known"
+                )
+        return any(bool(np.asarray(value).item()) for _, value in said) if said else None
+
+
+def _shape(found: Any) -> str:
+    if isinstance(found, tuple):
+        return f"a tuple of {len(found)}"
+    return f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else f"a {type(found).__name__}"

@@ -1,0 +1,37 @@
+"""Exceptions of a simulator's own code, said in a sentence with the place in it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sim_farm.contract import FarmError
+
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+OURS = str(Path(__file__).parent)
+
+
+@contextmanager
+def failures_of(task: str, doing: str) -> Iterator[None]:
+    """Whatever is raised within becomes a `FarmError` of one sentence; one that is raised stays as it is."""
+    try:
+        yield
+    except FarmError:
+        raise
+    except Exception as error:  # whatever its author's code raises
+        said = " ".join(str(error).split())[:500]
+        raise FarmError(
+            f"{task} failed in {doing}: {type(error).__name__}{': ' if said else ''}{said} ({_place(error)})"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised: the innermost line that is neither of this package nor of an installed one, if there is
+    one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*INSTALLED, OURS, "<"))]
+    at = (own or frames)[-1]
+    return f"{at.filename}, line {at.lineno}, in {at.name}"
