@@ -9,7 +9,7 @@ from importlib import metadata
 
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.contract import FarmError, PerturbationSuite, TaskFiles
-from sim_farm.registry import backend, nearest, simulators
+from sim_farm.registry import backend, module_first, nearest, simulators
 
 LIBERO_SUITES = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
@@ -62,10 +62,13 @@ def check_task(task: str) -> None:
     """Raise `FarmError` for a task that does not exist, naming the nearest, or whose simulator lacks its files."""
     simulator, slash, name = task.partition("/")
     if not slash:
-        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, simulators())}")
+        raise FarmError(
+            f"a task is named <simulator>/<task> or <module>:<simulator>/<task>, got {task!r}"
+            f"{nearest(task, simulators())}"
+        )
     if name not in task_names(simulator):
         known = [f"{simulator}/{other}" for other in task_names(simulator)]
-        raise FarmError(f"unknown task {task!r}{foreign_suite(task) or nearest(task, known)}")
+        raise FarmError(f"unknown task {task!r}{foreign_suite(task) or module_first(task) or nearest(task, known)}")
     entry = _served_by(simulator)
     if entry is not None and entry.files is not None:
         module, function = entry.files.split(":")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sim_farm.contract import FarmError
 
-INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+STANDARD = sysconfig.get_path("stdlib")
 OURS = str(Path(__file__).parent)
 
 
@@ -32,6 +32,7 @@ def _place(error: Exception) -> str:
     """Where it was raised: the innermost line that is neither of this package nor of an installed one, if there is
     one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*INSTALLED, OURS, "<"))]
+    others = (STANDARD, OURS, "<")
+    own = [one for one in frames if "-packages" not in one.filename and not one.filename.startswith(others)]
     at = (own or frames)[-1]
     return f"{at.filename}, line {at.lineno}, in {at.name}"

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
 from sim_farm.conventions import TaskPhysics, TaskRenderer, check_perturbations, check_task, plain
+from sim_farm.failures import failures_of
 from sim_farm.named_code import entry_point, entry_point_names, module_of, named
 
 BACKENDS = {
@@ -84,11 +85,16 @@ def resolve(task: str) -> tuple[Backend, str]:
     """`maniskill/PushCube-v1` to its backend and the task's own name; raises `FarmError` naming the nearest."""
     simulator, slash, name = task.partition("/")
     if not slash:
-        raise FarmError(f"a task is named <simulator>/<task>, got {task!r}{nearest(task, simulators())}")
+        raise FarmError(
+            f"a task is named <simulator>/<task> or <module>:<simulator>/<task>, got {task!r}"
+            f"{nearest(task, simulators())}"
+        )
     found = backend(simulator)
     tasks = list(found.tasks())
     if name not in tasks:
-        raise FarmError(f"unknown task {task!r}{nearest(task, [f'{simulator}/{t}' for t in tasks])}")
+        raise FarmError(
+            f"unknown task {task!r}{module_first(task) or nearest(task, [f'{simulator}/{t}' for t in tasks])}"
+        )
     return found, name
 
 
@@ -97,7 +103,8 @@ def make_physics(spec: TaskSpec) -> TaskPhysics:
     found = resolve(spec.name)[0]
     check_task(spec)
     check_perturbations(spec, found)
-    physics = TaskPhysics(spec, found.make_physics(_requested(spec, found)))
+    with failures_of(spec.name, "its making"):
+        physics = TaskPhysics(spec, found.make_physics(_requested(spec, found)))
     if not found.exact_replay:
         physics.info = replace(physics.info, inexact="the simulator declares exact_replay=False")
     return physics
@@ -108,7 +115,8 @@ def make_renderer(spec: TaskSpec) -> Renderer:
     found = resolve(spec.name)[0]
     check_task(spec)
     check_perturbations(spec, found)
-    return TaskRenderer(spec, found.make_renderer(_requested(spec, found)))
+    with failures_of(spec.name, "the making of its renderer"):
+        return TaskRenderer(spec, found.make_renderer(_requested(spec, found)))
 
 
 def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
@@ -116,6 +124,13 @@ def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
     if spec.tokenizer is not None and not found.reads_tokens:
         raise FarmError(f"{spec.name} is not answered in tokens: leave env.tokenizer null")
     return replace(plain(spec), reward=spec.reward or found.rewards[0])
+
+
+def module_first(task: str) -> str:
+    """The end of a message about `gymnasium/my_module:Id-v0`, whose module stands in the wrong place; else empty."""
+    simulator, _, name = task.partition("/")
+    module, colon, own = name.partition(":")
+    return f"; a module that registers tasks is named first: {module}:{simulator}/{own}" if colon else ""
 
 
 def nearest(given: str, valid: list[str]) -> str:

@@ -36,8 +36,10 @@ class Instance:
 
     def __init__(self, name: str, env: gymnasium.Env[Any, Any]) -> None:
         self.name, self.env = name, env
+        self._seed, self._steps = 0, 0
 
     def reset(self, seed: int) -> Seen:
+        self._seed, self._steps = seed, 0
         with failures_of(self.name, f"reset(seed={seed})"):
             found = self.env.reset(seed=seed)
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
@@ -49,7 +51,8 @@ class Instance:
 
     def step(self, action: Float32) -> Seen:
         """The action [A] is within the bounds."""
-        with failures_of(self.name, "step"):
+        self._steps += 1
+        with failures_of(self.name, f"step {self._steps} after reset(seed={self._seed})"):
             found = self.env.step(self._own(action))
             if not isinstance(found, tuple) or len(found) != 5 or not isinstance(found[4], Mapping):
                 raise FarmError(

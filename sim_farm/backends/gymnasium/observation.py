@@ -99,9 +99,9 @@ def read_space(space: spaces.Space[Any]) -> Observation:
     for path, part in _leaves(space, ()):
         if (picture := _picture(path, part)) is not None:
             pictures.append(picture)
-        elif isinstance(part, spaces.Text) or (not part.is_np_flattenable and isinstance(part.sample(), str)):
+        elif isinstance(part, spaces.Text) or (not _is_flat(part) and isinstance(part.sample(), str)):
             texts.append((path, part))
-        elif part.is_np_flattenable:
+        elif _is_flat(part):
             state.append((path, part, spaces.flatdim(part)))
         else:
             raise FarmError(
@@ -135,6 +135,13 @@ def _leaves(space: spaces.Space[Any], path: Path) -> Iterator[tuple[Path, spaces
         return
     for key, part in parts:
         yield from _leaves(part, (*path, key))
+
+
+def _is_flat(space: spaces.Space[Any]) -> bool:
+    try:
+        return space.is_np_flattenable
+    except NotImplementedError:  # a space of a package's own
+        return False
 
 
 def _picture(path: Path, space: spaces.Space[Any]) -> Picture | None:

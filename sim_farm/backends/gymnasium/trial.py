@@ -17,9 +17,9 @@ from sim_farm.backends.gymnasium.observation import read_space
 from sim_farm.contract import FarmError, Float32
 
 SEED = 0
-STEPS = 1000
-"""Most env steps of the episode that looks for a success."""
-COMPARED = 10
+STEPS, STEPS_OF_PICTURES = 1000, 100
+"""Most env steps of the episode that looks for a success; fewer where each draws a picture."""
+COMPARED = 5
 """Env steps of the beginnings that are compared."""
 
 Numbers = Mapping[str, np.ndarray]
@@ -40,10 +40,11 @@ def try_out(make: Callable[[], Instance]) -> Trial:
     Raises `FarmError` where an episode's first numbers are not finite."""
     with closing(make()) as used:
         action = _random_actions(used)
+        most = STEPS_OF_PICTURES if read_space(used.env.observation_space).pictures else STEPS
         seen = used.reset(SEED)
         first, step, reports = [_numbers(used, seen)], 0, False
         while not reports or step < COMPARED:
-            if step == STEPS or seen.terminated or seen.truncated:
+            if step == most or seen.terminated or seen.truncated:
                 break
             seen = used.step(action(step))
             step, reports = step + 1, reports or seen.solved is not None
