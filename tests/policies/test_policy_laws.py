@@ -20,6 +20,16 @@ SMALL: dict[str, Any] = {"widths": (32, 32), "critic_widths": (16,)}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "gaussian_mlp": ("gaussian_mlp", STATE, SMALL),
     "gaussian_mlp, chunk of 4": ("gaussian_mlp", replace(STATE, chunk=4), SMALL),
+    "gaussian_mlp, bounds": (
+        "gaussian_mlp",
+        replace(STATE, chunk=2, action_low=(0.0, -2.0, 0.0), action_high=(1000.0, 2.0, 0.001)),
+        SMALL,
+    ),
+    "categorical_mlp, one camera and a state": (
+        "categorical_mlp",
+        replace(CHOICES, cameras=("base",), image_size=32),
+        {**SMALL, "encoder": "cnn", "features": 32},
+    ),
     "categorical_mlp": ("categorical_mlp", replace(CHOICES, chunk=1, discrete_actions=10_000), SMALL),
     "categorical_mlp, chunk of 6": ("categorical_mlp", CHOICES, SMALL),
     "flow, state": ("flow", STATE, {**SMALL, "features": 32}),
@@ -46,6 +56,11 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
         "flow",
         replace(IMAGE, state_dim=5),
         {**SMALL, "encoder": "cnn", "features": 32, "critic_reads_state": True, "state_loss": 1.0},
+    ),
+    "flow, one camera and a state, bounds": (
+        "flow",
+        replace(IMAGE, state_dim=5, action_low=(0.0, -2.0, 0.0), action_high=(1000.0, 2.0, 0.001)),
+        {**SMALL, "encoder": "cnn", "features": 32},
     ),
     "flow, two cameras, joint": (
         "flow",
