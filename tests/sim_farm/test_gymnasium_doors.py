@@ -231,7 +231,7 @@ class Rare:
     [
         ("AtTheEnd", ""),
         ("Global", r"reset twice with seed 0, it gives the state\[0\] as .* at once"),
-        ("SeedsGlobal", r"reset with seed 0 beside another of its kind, .* after 1 equal actions"),
+        ("SeedsGlobal", r"made again and reset with seed 0, .* after \d equal actions"),
         ("Declared", "nondeterministic=True"),
     ],
 )

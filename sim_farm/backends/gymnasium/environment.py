@@ -5,8 +5,9 @@ What an environment offers is known only from an instance: the first one of a pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import gymnasium
@@ -30,6 +31,8 @@ class Environment:
     instance: Instance
     observation: Observation
     info: TaskInfo
+    again: Callable[[], Instance] | None
+    """Makes a new one for the next episode, where an episode leaves traces in its environment; None elsewhere."""
 
 
 def open_environment(spec: TaskSpec) -> Environment:
@@ -50,12 +53,14 @@ def open_environment(spec: TaskSpec) -> Environment:
         info = _described(spec, instance.env, limit, observation, cameras)
         tried = _tried(spec.name, limit)
         info = replace(info, has_success=tried.reports_success, inexact=tried.inexact)
-        if RENDER in cameras:
+        drawn = {"render_mode": "rgb_array"} if RENDER in cameras else {}
+        if drawn:
             instance.close()
-            instance = _made(spec, limit, render_mode="rgb_array")
+            instance = _made(spec, limit, **drawn)
             instance.reset(0)
             instance.draw()
-        return Environment(instance, observation, info)
+        again = partial(_made, spec, limit, **drawn) if tried.leaves_traces else None
+        return Environment(instance, observation, info, again)
     except BaseException:
         instance.close()
         raise

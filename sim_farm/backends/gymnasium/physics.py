@@ -25,9 +25,13 @@ class GymnasiumPhysics:
         self._instance, self._parts, self.info = opened.instance, opened.observation, opened.info
         self._low = np.array(self.info.action_low, np.float32)
         self._high = np.array(self.info.action_high, np.float32)
+        self._again = opened.again
         self._under_way = False
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
+        if self._again is not None:
+            self._instance.close()
+            self._instance = self._again()
         seen = self._instance.reset(episode.seed)
         self._under_way = True
         return self._result([], seen)

@@ -16,9 +16,10 @@ from sim_farm.backends.gymnasium.instance import Instance, Seen
 from sim_farm.backends.gymnasium.observation import read_space
 from sim_farm.contract import FarmError, Float32
 
-SEED = 0
+SEED, OTHER = 0, 1
+"""Seeds of the beginning that is compared, and of the episode between two such."""
 STEPS, STEPS_OF_PICTURES = 1000, 100
-"""Most env steps of the episode that looks for a success; fewer where each draws a picture."""
+"""Most env steps of that episode; fewer where each draws a picture."""
 COMPARED = 5
 """Env steps of the beginnings that are compared."""
 
@@ -33,39 +34,52 @@ class Trial:
     reports_success: bool
     inexact: str
     """`TaskInfo.inexact`"""
+    leaves_traces: bool = False
+    """An episode leaves something in the environment that the next reset does not clear: a new one is exact."""
 
 
 def try_out(make: Callable[[], Instance]) -> Trial:
-    """Try an environment: one episode, and its beginning again in the used environment, and in a new one beside that.
-    Raises `FarmError` where an episode's first numbers are not finite."""
+    """Try an environment: an episode's beginning, whose numbers must be finite; another episode to its end; then the
+    first beginning again in the used environment, and in two new ones beside each other. Raises `FarmError`."""
     with closing(make()) as used:
         action = _random_actions(used)
-        most = STEPS_OF_PICTURES if read_space(used.env.observation_space).pictures else STEPS
-        seen = used.reset(SEED)
-        first, step, reports = [_numbers(used, seen)], 0, False
-        while not reports or step < COMPARED:
-            if step == most or seen.terminated or seen.truncated:
-                break
-            seen = used.step(action(step))
-            step, reports = step + 1, reports or seen.solved is not None
-            if step <= COMPARED:
-                first.append(_numbers(used, seen))
+        (first, said), *_ = _together([used], action)
         _require_finite(used.name, first[:2])
-        if differs := _difference(first, _together([used], action, len(first))[0]):
-            return Trial(reports, f"reset twice with seed {SEED}, {differs}")
-        with closing(make()) as new:
-            differs = _difference(first, _together([used, new], action, len(first))[1])
-        return Trial(reports, differs and f"reset with seed {SEED} beside another of its kind, {differs}")
+        reports = _reports_success(used, action) or said
+        ((again, _),) = _together([used], action)
+    with closing(make()) as one, closing(make()) as two:
+        (new, _), (beside, _) = _together([one, two], action)
+    if differs := _difference(first, new) or _difference(first, beside):
+        alone = _difference(first, again)
+        how = f"reset twice with seed {SEED}" if alone else f"made again and reset with seed {SEED}"
+        return Trial(reports, f"{how}, {alone or differs}")
+    return Trial(reports, "", leaves_traces=bool(_difference(first, again)))
 
 
-def _together(instances: Sequence[Instance], action: Callable[[int], Float32], count: int) -> list[list[Numbers]]:
-    """The first answers of the episode in each environment, which are stepped in turn; fewer of one that ends."""
+def _reports_success(instance: Instance, action: Callable[[int], Float32]) -> bool:
+    """True if the other episode does, to whose end it is run."""
+    most = STEPS_OF_PICTURES if read_space(instance.env.observation_space).pictures else STEPS
+    seen, reports = instance.reset(OTHER), False
+    for step in range(most):
+        seen = instance.step(action(step))
+        reports = reports or seen.solved is not None
+        if seen.terminated or seen.truncated or (reports and step >= COMPARED):
+            break
+    return reports
+
+
+def _together(instances: Sequence[Instance], action: Callable[[int], Float32]) -> list[tuple[list[Numbers], bool]]:
+    """The first answers of the episode in each environment, which are stepped in turn, and whether success is reported
+    in them; fewer of one that ends."""
     found = [[_numbers(each, each.reset(SEED))] for each in instances]
-    for step in range(count - 1):
-        for each, rows in zip(instances, found, strict=True):
-            if not rows[-1]["its end"].any():
-                rows.append(_numbers(each, each.step(action(step))))
-    return found
+    reports = [False] * len(instances)
+    for step in range(COMPARED):
+        for i, each in enumerate(instances):
+            if not found[i][-1]["its end"].any():
+                seen = each.step(action(step))
+                found[i].append(_numbers(each, seen))
+                reports[i] |= seen.solved is not None
+    return list(zip(found, reports, strict=True))
 
 
 def _random_actions(instance: Instance) -> Callable[[int], Float32]:
