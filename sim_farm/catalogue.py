@@ -63,8 +63,7 @@ def check_task(task: str) -> None:
     simulator, slash, name = task.partition("/")
     if not slash:
         raise FarmError(
-            f"a task is named <simulator>/<task> or <module>:<simulator>/<task>, got {task!r}"
-            f"{nearest(task, simulators())}"
+            f"a task is named <simulator>/<task>, got {task!r}{module_first(task) or nearest(task, simulators())}"
         )
     if name not in task_names(simulator):
         known = [f"{simulator}/{other}" for other in task_names(simulator)]

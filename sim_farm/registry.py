@@ -86,8 +86,7 @@ def resolve(task: str) -> tuple[Backend, str]:
     simulator, slash, name = task.partition("/")
     if not slash:
         raise FarmError(
-            f"a task is named <simulator>/<task> or <module>:<simulator>/<task>, got {task!r}"
-            f"{nearest(task, simulators())}"
+            f"a task is named <simulator>/<task>, got {task!r}{module_first(task) or nearest(task, simulators())}"
         )
     found = backend(simulator)
     tasks = list(found.tasks())
@@ -127,8 +126,9 @@ def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
 
 
 def module_first(task: str) -> str:
-    """The end of a message about `gymnasium/my_module:Id-v0`, whose module stands in the wrong place; else empty."""
-    simulator, _, name = task.partition("/")
+    """The end of a message about `my_module:Id-v0` or `gymnasium/my_module:Id-v0`, Gymnasium's way to name a module that
+    registers tasks; else empty."""
+    simulator, _, name = task.partition("/") if "/" in task else ("<simulator>", "/", task)
     module, colon, own = name.partition(":")
     return f"; a module that registers tasks is named first: {module}:{simulator}/{own}" if colon else ""
 

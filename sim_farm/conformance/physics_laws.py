@@ -145,8 +145,7 @@ def truncation_at_the_limit(spec: TaskSpec) -> None:
 
 
 def ignored_terminations_run_to_the_limit(spec: TaskSpec) -> None:
-    """Where terminations are ignored, an episode is truncated at its limit and ends by nothing else. A simulator that
-    cannot go on refuses it."""
+    """Where terminations are ignored, an episode is truncated at its limit and ends by nothing else."""
     with ExitStack() as stack:
         try:
             physics = stack.enter_context(physics_of(replace(spec, max_episode_steps=LIMIT, ignore_terminations=True)))
