@@ -126,10 +126,11 @@ def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
 
 
 def module_first(task: str) -> str:
-    """The end of a message about `my_module:Id-v0` or `gymnasium/my_module:Id-v0`, Gymnasium's way to name a module that
-    registers tasks; else empty."""
-    simulator, _, name = task.partition("/") if "/" in task else ("<simulator>", "/", task)
+    """The end of a message about `my_module:Id-v0` or `gymnasium/my_module:Id-v0`, as Gymnasium names a module that
+    registers environments; else empty."""
+    before, _, name = task.rpartition("/")
     module, colon, own = name.partition(":")
+    simulator = before or "<simulator>"
     return f"; a module that registers tasks is named first: {module}:{simulator}/{own}" if colon else ""
 
 

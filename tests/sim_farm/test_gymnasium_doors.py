@@ -132,7 +132,8 @@ for kind, info in {
     register(f"{kind}-v0", Samples, info=info)
 register("Global-v0", Global)
 register("SeedsGlobal-v0", SeedsGlobal)
-gymnasium.register("farm-tests/Declared-v0", Samples, max_episode_steps=9, nondeterministic=True)
+register("Declared-v0", Samples)
+gymnasium.registry["farm-tests/Declared-v0"].nondeterministic = True
 for how in ("reset", "step", "nan", "size", "old reset", "old step", "rewards"):
     register(f"Wrong-{how.replace(' ', '-')}-v0", NotAtAll, how=how)
 BOUNDS = np.array([0.1, 0.7])
@@ -171,7 +172,8 @@ def test_pictures_in_an_observation_are_cameras(kind: str) -> None:
                 frame[0], np.array(Image.fromarray(picture).resize((12, 12), Image.Resampling.BILINEAR))
             )
     if not cameras:
-        assert np.array_equal(shown.state, np.ravel(spaces.flatten(space, seen)).astype(np.float32))
+        flat: Any = spaces.flatten(space, seen)
+        assert np.array_equal(shown.state, np.ravel(flat).astype(np.float32))
         with pytest.raises(FarmError, match="draws no frames"):
             make_physics(replace(spec, cameras=1))
 
