@@ -112,17 +112,13 @@ def test_it_trains(package: str, name: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"widths": [16]}
     if spec.cameras:
         options |= {"encoder": "cnn", "features": 16, "channels": [4, 4, 4]}
+    env: dict[str, Any] = {"task": spec.name, "num_envs": 2, "max_episode_steps": LIMIT}
+    env |= {"cameras": 1, "image_size": SIZE} if spec.cameras else {}
     kind = "categorical_mlp" if info.discrete_actions else "flow" if spec.cameras else "gaussian_mlp"
     config = {
         "name": "trained",
         "iterations": 20,
-        "env": {
-            "task": spec.name,
-            "num_envs": 2,
-            "max_episode_steps": LIMIT,
-            "cameras": spec.cameras,
-            "image_size": SIZE,
-        },
+        "env": env,
         "farm": {"groups": 1, "physics_workers": 1, "pin": False},
         "runtime": {"mode": "inline", "trace": False},
         "policy": {"kind": kind, "reads": ["images" if spec.cameras else "state"], "options": options},
