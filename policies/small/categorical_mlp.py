@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted
 from policies.small.encoders import CHANNELS, ENCODERS, CnnEncoder, Normalizer, vector
 
@@ -98,6 +98,11 @@ class CategoricalMLP(Policy):
             self.encoder.observe(inputs)
         else:
             self.normalizer.observe(vector(inputs, "state", self.spec.state_dim))
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        if self.encoder is not None:
+            return self.encoder.normalised_numbers(inputs)
+        return [self.normalizer.beside("state", vector(inputs, "state", self.spec.state_dim))]
 
     def architecture(self) -> dict[str, Any]:
         return {

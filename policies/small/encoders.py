@@ -195,9 +195,8 @@ class CnnEncoder(Encoder):
             self.state_normalizer.observe(vector(inputs, "state", self.state_dim))
 
     def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
-        if self.normalizer is None:
-            return ()
-        return [self.normalizer.beside("proprio", vector(inputs, "proprio", self.proprio_dim))]
+        parts = (("proprio", self.normalizer, self.proprio_dim), ("state", self.state_normalizer, self.state_dim))
+        return [one.beside(name, vector(inputs, name, size)) for name, one, size in parts if one is not None]
 
     def _frame(self, inputs: Inputs, camera: str) -> Tensor:
         frame = inputs.frames.get(camera)
