@@ -326,6 +326,8 @@ class Backend:
     success_ends: bool = True
     """An episode ends once its task is solved (`TaskSpec.ignore_terminations` aside). False: it may go on, and be no
     longer solved at its end."""
+    ignores_terminations: bool = True
+    """Its episodes can go on once they have terminated (`TaskSpec.ignore_terminations`). False: that is refused."""
     reads_tokens: bool = False
     """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
     axes: Mapping[str, float] = field(default_factory=dict)

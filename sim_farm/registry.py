@@ -119,10 +119,21 @@ def make_renderer(spec: TaskSpec) -> Renderer:
 
 
 def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
-    """The task as the backend is asked for it. Raises `FarmError` for a tokenizer that nothing would read."""
+    """The task as the backend is asked for it. Raises `FarmError` for a tokenizer that nothing would read, and for
+    terminations that cannot be ignored."""
     if spec.tokenizer is not None and not found.reads_tokens:
         raise FarmError(f"{spec.name} is not answered in tokens: leave env.tokenizer null")
+    if spec.ignore_terminations:
+        check_terminations(spec.name, found)
     return replace(plain(spec), reward=spec.reward or found.rewards[0])
+
+
+def check_terminations(task: str, found: Backend) -> None:
+    """Raise `FarmError` where episodes of the backend's tasks cannot go on once they have terminated."""
+    if not found.ignores_terminations:
+        raise FarmError(
+            f"{task} cannot go on once it has terminated, for its simulator cannot: set eval.ignore_terminations to False"
+        )
 
 
 def module_first(task: str) -> str:

@@ -36,6 +36,7 @@ from policies.errors import PolicyError
 from sim_farm.catalogue import check_task, problem_file
 from sim_farm.client.task_farm import check_spec
 from sim_farm.episodes import EndlessEpisodes
+from sim_farm.registry import backend, check_terminations
 from sim_farm.shared_memory import memory
 from sim_farm.shared_memory.frame_memory import nbytes_of
 
@@ -142,6 +143,8 @@ def check_evaluation(config: Config, tasks: Iterable[str], begun: Path | None = 
     for task in tasks:
         check_task(task)
         _check_problems(config, task)
+        if config.eval.ignore_terminations:
+            check_terminations(task, backend(task.partition("/")[0]))
     task_spec(config)
     check_fits(config, begun)
     num_envs = config.eval.num_envs or config.env.num_envs

@@ -18,4 +18,5 @@ BACKEND = Backend(
     tasks=lambda: list(gymnasium.registry),
     rewards=("dense",),
     success_ends=False,
+    ignores_terminations=False,
 )

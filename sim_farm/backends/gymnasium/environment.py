@@ -41,11 +41,6 @@ def open_environment(spec: TaskSpec) -> Environment:
     limit = spec.max_episode_steps or gymnasium.registry[id_of(spec)].max_episode_steps
     if limit is None:
         raise FarmError(f"{spec.name} has no time limit of its own: set env.max_episode_steps (TaskSpec's)")
-    if spec.ignore_terminations:
-        raise FarmError(
-            f"{spec.name} cannot go on once it has terminated, as no environment of Gymnasium can: set "
-            "eval.ignore_terminations to False"
-        )
     instance = _made(spec, limit)
     try:
         observation = _understood(spec.name, instance.env.observation_space)
