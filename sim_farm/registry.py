@@ -132,7 +132,7 @@ def check_terminations(task: str, found: Backend) -> None:
     """Raise `FarmError` where episodes of the backend's tasks cannot go on once they have terminated."""
     if not found.ignores_terminations:
         raise FarmError(
-            f"{task} cannot go on once it has terminated, for its simulator cannot: set eval.ignore_terminations to False"
+            f"{task} cannot go on once it has terminated, nor can its simulator: set eval.ignore_terminations to False"
         )
 
 
