@@ -137,11 +137,6 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     """The arguments as typed data. Defaults of the settings come from the configuration or run that is named."""
     import tyro
 
-    from embodied.commands.arguments import check_own, unchecked_sections
-    from embodied.config.files import checked
-    from embodied.config.options import guessed
-    from embodied.workflows.unread import changed_settings, check_read
-
     if verb in NAMES_NO_RUN and _given(arguments, "--name"):
         raise UserError(
             f"--name is the name of a run that begins, and `embodied {verb}` begins none: leave it out; "
@@ -169,21 +164,27 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
 
             show_help(verb, kind, options["default"].settings)
             raise SystemExit(0)
+        if "settings" in names:
+            from embodied.commands.arguments import unchecked_sections
+
+            options["registry"] = unchecked_sections()
         args = tyro.cli(
-            kind,
-            args=arguments,
-            prog=f"embodied {verb}",
-            config=(tyro.conf.HelptextFromCommentsOff,),
-            registry=unchecked_sections(),
-            **options,
+            kind, args=arguments, prog=f"embodied {verb}", config=(tyro.conf.HelptextFromCommentsOff,), **options
         )
     except BrokenPipeError:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    check_own(args)
+    if "pydantic" in sys.modules:  # the modules of verbs whose arguments have bounds import it
+        from embodied.commands.arguments import check_own
+
+        check_own(args)
     if "settings" not in names:
         return args
+    from embodied.config.files import checked
+    from embodied.config.options import guessed
+    from embodied.workflows.unread import changed_settings, check_read
+
     settings = _with_policy_options(checked(args.settings, "on the command line"), typed, guessed(typed))
     check_read(verb, changed_settings(options["default"].settings, settings))
     args = dataclasses.replace(args, settings=settings)

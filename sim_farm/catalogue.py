@@ -76,8 +76,14 @@ def check_task(task: str) -> None:
 
 def is_quick(task: str) -> bool:
     """True if the task's simulator makes an environment in a fraction of a second, in any process."""
-    entry = _served_by(task.partition("/")[0])
-    return entry is not None and entry.quick
+    simulator = task.partition("/")[0]
+    entry = _served_by(simulator)
+    return entry.quick if entry is not None else backend(simulator).reads_tokens
+
+
+def is_shipped(task: str) -> bool:
+    """True if the task's simulator is one of this project's."""
+    return _served_by(task.partition("/")[0]) is not None
 
 
 def has_cameras(task: str) -> bool:

@@ -14,7 +14,7 @@ from policies.checkpoint import check_into
 from policies.contract import PolicySpec
 from policies.errors import PolicyError
 from policies.registry import check_actions, policy_class
-from sim_farm.catalogue import is_quick
+from sim_farm.catalogue import is_quick, is_shipped
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.workers.hosts import InProcess
 
@@ -22,11 +22,14 @@ from sim_farm.workers.hosts import InProcess
 def check_fits(config: Config, begun: Path | None = None) -> None:
     """Check the policy's actions and observations against the run's tasks, and build it where that reads no weights;
     `begun`: the checkpoint that it is filled with must be of these sizes. A task whose simulator takes seconds counts
-    with what is known of it: its actions are real numbers, and it has what the policy reads.
+    with what is known of it: its actions are real numbers, and it has what the policy reads. Of a simulator that is not
+    this project's nothing is known before its workers start.
 
     Raises `UserError` or `PolicyError`.
     """
-    tasks = tasks_of(config)
+    tasks = [task for task in tasks_of(config) if is_quick(task.env.task) or is_shipped(task.env.task)]
+    if not tasks:
+        return
     infos = [_described(task_spec(task)) if is_quick(task.env.task) else None for task in tasks]
     specs = [
         _stand_in(task) if info is None else policy_spec(task, info) for task, info in zip(tasks, infos, strict=True)

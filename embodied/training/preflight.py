@@ -126,9 +126,9 @@ def check_subject(config: Config, tasks: Iterable[str], folder: Path | None, pro
     """`check_evaluation`, and that the policy of the checkpoint `folder` (None: of `policy.init`) is not wrong by
     construction in the configuration's environments, which a published `protocol` may have determined."""
     begun = config.policy.init if folder is None else folder
-    check_evaluation(config, tasks, begun)
     if begun is not None:
         check_checkpoint(begun, config, protocol=protocol)
+    check_evaluation(config, tasks, begun)
 
 
 def published(config: Config) -> str | None:

@@ -262,8 +262,14 @@ def test_a_named_size_has_its_parameters(tmp_path: Path, size: str, parameters: 
         (("policy", "--model", "openvla-7", "--random-weights"), "did you mean openvla-7b"),
         (("policy", "--model", "openvla-tiny"), "--random-weights, or --checkpoint DIR"),
         (("learner", "--model", "openvla-tiny"), "--random-weights, or --checkpoint DIR"),
-        (("policy", "--model", "openvla-tiny", "--random-weights", "--batches", "0"), "batches must be whole numbers"),
-        (("learner", "--model", "openvla-tiny", "--random-weights", "--micro-batches", "-1"), "micro-batches must be"),
+        (
+            ("policy", "--model", "openvla-tiny", "--random-weights", "--batches", "0"),
+            "--batches.0: it should be at",
+        ),
+        (
+            ("learner", "--model", "openvla-tiny", "--random-weights", "--micro-batches", "-1"),
+            "--micro-batches.0: it",
+        ),
         (
             ("learner", "--model", "openvla-tiny", "--random-weights", "--micro-batches", "4", "--minibatch", "2"),
             "minibatch 2 is smaller than the micro-batch 4",

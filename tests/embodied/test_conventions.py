@@ -125,7 +125,12 @@ def test_every_door_refuses_pictures_that_are_turned(
     words = [str(named.get(word, word)).replace("RUN", str(run)) for word in DOORS[door]]
     given = [] if door in ("serve", "plan") else ["--quiet"]
     assert cli.main([*words, *given, *([] if door == "plan" else ["--runs-dir", str(runs)])]) == 2
-    assert "was trained with env.orientation rotated" in (error := capsys.readouterr().err), error
+    says = (
+        "with env.orientation 'rotated', not 'upright'"
+        if door == "resume"
+        else "was trained with env.orientation rotated"
+    )
+    assert says in (error := capsys.readouterr().err), error
     assert "Traceback" not in error
 
 

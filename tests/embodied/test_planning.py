@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import schedulers
 from embodied.config.files import parse_config
@@ -125,7 +126,9 @@ def test_a_profile_of_other_settings_is_refused(
 
 
 def test_settings_that_times_do_not_depend_on_may_differ(embodied: Commands, files: Path) -> None:
-    embodied.done("plan", "small.yaml", "--iterations", "7", "--eval.episodes", "3", "--seed", "9")
+    settings = yaml.safe_load(Path("small.yaml").read_text())
+    Path("longer.yaml").write_text(yaml.safe_dump({**settings, "iterations": 7, "stop_at_success": 0.5}))
+    embodied.done("plan", "longer.yaml", "--seed", "9")
 
 
 def test_a_profile_of_other_hardware_is_refused_unless_that_is_wanted(

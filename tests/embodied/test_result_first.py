@@ -58,10 +58,10 @@ def test_a_film_that_fails_costs_the_film(renderer: Any, filmed: bool, trained: 
     result, folder = trained(renderer)
     assert (folder / "videos" / "evaluation.mp4").exists() is filmed
     assert Path(result["report"]).is_file()
-    warned = (
-        "Warning: the film could not be made (RuntimeError: the graphics driver is gone)" in capsys.readouterr().out
-    )
+    said = " ".join(capsys.readouterr().out.split())
+    warned = "Warning: the film could not be made" in said
     assert warned is (renderer is CannotDraw), "nothing is filmed where there is no camera"
+    assert not warned or "RuntimeError: the graphics driver is gone (" in said, said
 
 
 def test_a_page_that_fails_costs_the_page(trained: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -133,7 +133,7 @@ def test_what_needs_success_is_refused(changes: dict[str, Any], message: str) ->
 
 def test_a_run_that_needs_success_is_refused_before_it_trains(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="stop_at_success is about"):
-        train_run(config_of(stop_at_success=0.0), "test", tmp_path, False)
+        train_run(config_of(stop_at_success=0.5), "test", tmp_path, False)
 
 
 def test_tasks_with_and_without_success_are_not_trained_together() -> None:

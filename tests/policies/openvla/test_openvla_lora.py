@@ -303,7 +303,7 @@ def test_what_an_older_checkpoint_lacks_is_the_default(tiny, tmp_path):
         del config["architecture"][name]
     path.write_text(json.dumps(config))
     policies.load_into(tuned(tiny), tmp_path)
-    with pytest.raises(PolicyError, match="architecture.environment_jpeg is False, expected True$"):
+    with pytest.raises(PolicyError, match=r"architecture.environment_jpeg is False, expected True\."):
         policies.load_into(tuned(tiny, environment_jpeg=True), tmp_path)
 
 
