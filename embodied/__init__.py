@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.errors import one_kind_of_mistake
+from embodied.run import RUNS
 from embodied_command import hidden
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def evaluate(
     config = _settings_of(run, code, named, "embodied.evaluate")
     check_read("eval", named)
     folder = None if checkpoint is None else Path(checkpoint)
-    return EvaluationResult.of(evaluate_run(str(run), config, folder, Path(".")))
+    return EvaluationResult.of(evaluate_run(str(run), config, folder, RUNS))
 
 
 @one_kind_of_mistake()
@@ -124,7 +125,7 @@ def record(
     config = _settings_of(run, code, settings or {}, "embodied.record")
     check_read("record", settings or {})
     folder = None if checkpoint is None else Path(checkpoint)
-    return RecordingResult.of(record_run(str(run), config, folder, Path(out), episodes, only_successes, Path(".")))
+    return RecordingResult.of(record_run(str(run), config, folder, Path(out), episodes, only_successes, RUNS))
 
 
 @one_kind_of_mistake()
@@ -132,7 +133,7 @@ def report(*runs: str | Path, out: str | Path | None = None) -> Path:
     """Write the page of a run, or one of several runs beside each other (into `out`), and return its path."""
     from embodied.commands.report import report_runs
 
-    return Path(report_runs([str(run) for run in runs], Path("."), None if out is None else Path(out))["report"])
+    return Path(report_runs([str(run) for run in runs], RUNS, None if out is None else Path(out))["report"])
 
 
 @one_kind_of_mistake()
@@ -151,7 +152,7 @@ def _settings_of(run: str | Path, code: Collection[str], settings: Mapping[str, 
     from embodied.config.files import with_settings
     from embodied.run.saved_settings import settings_of
 
-    return with_settings(settings_of(str(run), Path("."), code), settings, source)
+    return with_settings(settings_of(str(run), RUNS, code), settings, source)
 
 
 __all__ = ["evaluate", "load_config", "load_policy", "record", "report", "train"]

@@ -48,6 +48,8 @@ class TrainArguments:
     def typed(self, words: Sequence[str]) -> Self:
         """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
         is typed again."""
+        if self.seeds and "seed" in typed_keys(words):
+            raise UserError("--seeds names the seed of each run, and --seed one: leave one of them out")
         several = self.seeds or self.sweep
         settings = self.settings if several else _going_on(self, words, "rl")
         return replace(self, settings=settings, words=tuple(words))

@@ -47,7 +47,10 @@ def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
         data = tuple(Path(hub.kept(*pair)) for pair in zip(names, recorded, strict=False)) + names[len(recorded) :]
         if names and data != recorded:
             given, known = (", ".join(map(str, paths)) for paths in (data, recorded))
-            raise UserError(f"{run_dir} learns from {known}, not {given}: begin another run with --policy.init")
+            raise UserError(
+                f"{run_dir} learns from {known}, not {given}: leave --data as it was, or begin another run "
+                f"(--name OTHER --policy.init {run_dir} --resume no)"
+            )
         data = recorded
     return config.model_copy(update={"sft": config.sft.model_copy(update={"data": data})})
 

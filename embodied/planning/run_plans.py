@@ -48,6 +48,8 @@ def sized_workflow(config: Config) -> Workflow:
 
 def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
     """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
+    if not path.exists():
+        raise UserError(f"there is no profile file {str(path)!r}: `embodied profile CONFIG --out {path}` measures one")
     profile = schedulers.load(Profile, path)
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
     differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]

@@ -21,6 +21,7 @@ from embodied.reporting import charts, report
 from embodied.reporting.live import duration
 from embodied.reporting.report import setting_text, write_page
 from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, flat, read_run
+from embodied.run.continued import LEARNING
 from embodied.statistics import mean_interval, seeds_interval
 
 POINTS = 400
@@ -35,9 +36,6 @@ INTERVAL = "Student's t over seeds, but for success never narrower than Wilson's
 """The 95% interval of a mean over seeds, in words: `embodied.statistics.seeds_interval`."""
 NAMED = 4
 """Names of equal curves that are given, before the others are counted."""
-LEARNING = ("workflow", "rollout", "advantage", "loss", "optim", "reward")
-"""Sections of settings that decide what is learned: a run in which one of them changed is no other seed of a run in
-which none did."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 

@@ -145,8 +145,9 @@ def conversion(benchmark: Any, config: Config, cameras: Sequence[str]) -> Conver
     in_order = f"its pictures are taken for those of {', '.join(cameras)}, in their order" if cameras else ""
     if simulator != "libero":
         orientation = f" and {config.env.orientation}; " if cameras else ""
+        client = f"a client that evaluates {named}" if named else "a client that names no benchmark"
         note = (
-            f"nothing is known here of the conventions of a client that evaluates {named or config.env.task}: "
+            f"nothing is known here of the conventions of {client}: "
             f"{in_order}{orientation}actions are answered as {simulator} takes them"
         )
         return Conversion(gripper=config.env.gripper, shows=shows, note=note)

@@ -484,7 +484,8 @@ def absent(folder: Path) -> str:
     if number is not None:
         there.sort(key=lambda one: abs(int(Path(one).name) - number))
     several = f": {', '.join(there[:3])} {'is' if len(there) == 1 else 'are'} there" if there else ""
-    return f"there is no checkpoint {folder}{several or f', and none beside it in {folder.parent}'}"
+    none = f", and none beside it in {folder.parent}: name its folder, runs/NAME/checkpoints/NNNNNN"
+    return f"there is no checkpoint {folder}{several or none}"
 
 
 def digest(folder: Path) -> str:

@@ -9,7 +9,7 @@ What would make untrue what the run has recorded is refused by its name: another
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ AMOUNTS = {"rl": "iterations", "sft": "steps"}
 """What a run of a stage does one by one."""
 EARLIER = "config.until-"
 """Begins the name of the file with the settings of earlier iterations."""
+LEARNING = ("workflow", "rollout", "advantage", "loss", "optim", "reward")
+"""Sections of settings that decide what is learned."""
 FIXED = ("seed", "env", "extra_tasks", "policy")
 """Settings, and sections, of which a run has one value from its beginning to its end."""
 ELSEWHERE = ("policy.device", "policy.replicas")
@@ -106,9 +108,14 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
     options |= {key: value for key, value in now.items() if key.startswith(OPTION) and key in typed}
     own = {key: now[key] for key in typed if not key.startswith(OPTION)}
     own |= {"name": given.name, "policy.options": {key.removeprefix(OPTION): value for key, value in options.items()}}
+    found = with_settings(recorded, own, str(run_dir / CONFIG))
+    if reached := done(run_dir):
+        # The policy's options are read as its kind declares them later on.
+        known = [one for one in changes(recorded, found) if not one.key.startswith(OPTION)]
+        refuse_fixed(known, recorded.policy.kind, run_dir, reached, stage)
     differing = [change for change in changes(given, recorded) if change.key not in typed]
     _say_untaken(differing, run_dir, Path(source).name)
-    return with_settings(recorded, own, str(run_dir / CONFIG))
+    return found
 
 
 def _say_untaken(differing: Iterable[Change], run_dir: Path, source: str) -> None:
@@ -147,11 +154,13 @@ def is_fixed(key: str, stage: str, incidental: Collection[str] = ()) -> bool:
 def refuse_fixed(found: Iterable[Change], kind: str, run_dir: Path, iteration: int, stage: str) -> None:
     """Raise `UserError` where one of the changes is of a setting of which a run has one value. `kind` is that of the
     run's policy."""
-    from policies.registry import policy_class  # an import of seconds, which what is parsed does not wait for
-
-    incidental = policy_class(kind).incidental
     # Where a run began `begun_from` has looked at.
-    refused = [one for one in found if one.key != "policy.init" and is_fixed(one.key, stage, incidental)]
+    refused = [one for one in found if one.key != "policy.init" and is_fixed(one.key, stage)]
+    if refused:
+        from policies.registry import policy_class  # an import of seconds, which what is parsed does not wait for
+
+        incidental = policy_class(kind).incidental
+        refused = [one for one in refused if is_fixed(one.key, stage, incidental)]
     if not refused:
         return
     values = " and ".join(f"{one.key} {shown(one.before)}, not {shown(one.now)}" for one in refused)
@@ -170,6 +179,7 @@ def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> N
     recorded = saved_config(run_dir / CONFIG)
     found = changes(recorded, config)
     refuse_fixed(found, recorded.policy.kind, run_dir, iteration, stage)
+    _refuse_after_end(found, run_dir, iteration, _amount(config, stage), stage)
     kept = keep_settings(run_dir, recorded, config, iteration)
     if found:
         listed = "; ".join(map(str, found))
@@ -177,9 +187,27 @@ def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> N
         say(f"{run_dir} goes on after {iteration} {AMOUNTS[stage]} with other settings: {listed}{where}")
     if (stretched := _stretched(recorded, config, iteration, stage)) is not None:
         say(stretched)
-    total, option = _amount(config, stage), {"rl": "--iterations", "sft": "--sft.steps"}[stage]
-    if iteration >= total:
-        say(f"{run_dir} has done all its {total} {AMOUNTS[stage]}; with more it goes on ({option} {2 * total})")
+    if iteration >= _amount(config, stage):
+        further = _further(iteration, stage)
+        say(f"{run_dir} has done all its {iteration} {AMOUNTS[stage]}; with more it goes on ({further})")
+
+
+def _refuse_after_end(found: Sequence[Change], run_dir: Path, iteration: int, amount: int, stage: str) -> None:
+    """Raise `UserError` where settings of what is learned change, or fewer iterations are asked for than are done, and
+    none follows: the run would be said to have been trained otherwise than it was."""
+    kept = [one for one in found if one.key.partition(".")[0] in (*LEARNING, "iterations", "sft")]
+    if iteration < amount or not kept:
+        return
+    listed = " and ".join(f"{one.key} {shown(one.before)}, not {shown(one.now)}" for one in kept)
+    raise UserError(
+        f"{run_dir} has done all its {iteration} {AMOUNTS[stage]}, with {listed}: leave "
+        f"{'it' if len(kept) == 1 else 'them'} as before, or let more follow ({_further(iteration, stage)})"
+    )
+
+
+def _further(iteration: int, stage: str) -> str:
+    """The option by which a run goes on."""
+    return f"{'--sft.steps' if stage == 'sft' else '--iterations'} {2 * iteration}"
 
 
 def _stretched(before: Config, now: Config, done: int, stage: str) -> str | None:

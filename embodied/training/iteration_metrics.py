@@ -283,6 +283,8 @@ def _unlearned(row: Mapping[str, Any], config: Config) -> str:
             f"all {row['env/episodes']:.0f} episodes were left out, since a reward or an observation was not finite. "
             "Mend the task, or its reward"
         )
+    if config.optim.policy_lr == 0:
+        return "optim.policy_lr is 0. Set it above 0 (--optim.policy-lr 3e-4)"
     if row["learner/steps"] and row.get("learner/grad_norm") != 0:
         return ""
     if row.get("learner/stopped_by_kl"):

@@ -161,7 +161,7 @@ def _in_task(trained: Config, here: Config) -> Iterator[Difference]:
     if sees and before.image_size != now.image_size:
         yield Difference("env.image_size", before.image_size, now.image_size, "its pictures have another size")
     was, chunk = trained.policy.chunk, here.policy.chunk
-    if was != chunk:
+    if was != chunk and trained.policy.kind == here.policy.kind:
         free = "spec.chunk" in policy_class(here.policy.kind).incidental
         yield Difference("policy.chunk", was, chunk, "it decides at other intervals", not free)
 

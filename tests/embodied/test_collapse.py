@@ -96,6 +96,8 @@ def test_each_cause_is_named() -> None:
     }
     for cause, row in causes.items():
         assert cause in str(watched(row)[0].at_end())
+    still = StandstillWatch(parse_config({"optim": {"policy_lr": 0}}, "test"))
+    assert still.see(LEARNED) is None and "optim.policy_lr is 0" in str(still.at_end())
 
 
 def test_broken_episodes_end_a_run_after_some_iterations_or_at_its_end() -> None:

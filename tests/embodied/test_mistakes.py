@@ -138,3 +138,8 @@ def test_a_number_in_yaml_is_a_number_however_it_is_written(text: str) -> None:
     assert parse_yaml(f"options: {{temperature: {text}}}", "it") == {"options": {"temperature": 0.6}}
     texts = {"name": text, "other": [text, "e1", "1e", "-8e3x"]}
     assert parse_yaml(yaml_text(texts), "it") == texts, "a text stays one"
+
+
+def test_a_seed_beside_several_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "reach", "--seeds", "0", "1", "--seed", "3", "--name", "both"]) == 2
+    assert "--seeds names the seed of each run, and --seed one" in capsys.readouterr().err

@@ -303,6 +303,14 @@ def test_what_would_make_the_record_untrue_is_refused(typed: tuple[str, ...], sa
     assert (begun / "config.yaml").read_bytes() == before and not list(begun.glob("config.until*"))
 
 
+@pytest.mark.parametrize("typed", [("--optim.policy-lr", "9e-3"), ("--iterations", "1")])
+def test_a_run_that_is_done_is_not_said_to_have_been_trained_otherwise(typed: tuple[str, ...], begun: Path) -> None:
+    before = (begun / "config.yaml").read_bytes()
+    output = resumed(begun, *typed, status=2)
+    assert "has done all its 2 iterations, with " in output and "--iterations 4" in output
+    assert (begun / "config.yaml").read_bytes() == before
+
+
 def test_from_python_a_complete_configuration_is_compared_and_a_named_one_stays(begun: Path) -> None:
     whole, named = load_config(str(begun.parent / "own.yaml")), {"name": "run", "iterations": 3}
     with pytest.raises(UserError, match="seed 7, not 4"):
