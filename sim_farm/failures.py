@@ -21,14 +21,14 @@ def failures_of(task: str, doing: str) -> Iterator[None]:
         yield
     except FarmError:
         raise
-    except Exception as error:  # whatever its author's code raises
+    except (Exception, SystemExit) as error:  # whatever its author's code raises: an exit would end the run unsaid
         said = " ".join(str(error).split())[:500]
         raise FarmError(
             f"{task} failed in {doing}: {type(error).__name__}{': ' if said else ''}{said} ({_place(error)})"
         ) from error
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where it was raised: the innermost line that is neither of this package nor of an installed one, if there is
     one."""
     frames = traceback.extract_tb(error.__traceback__)
