@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
+import sys
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -91,6 +93,56 @@ class NotAtAll(Samples):
         return (seen[0], np.zeros(2), *seen[2:]) if self._how == "rewards" else seen
 
 
+class Gives(Samples):
+    """Says the space, and gives what `seen` makes of the generator and the step; `answer` replaces parts of step's."""
+
+    def __init__(self, seen: Any = None, answer: Any = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._seen, self._answer = seen, answer or {}
+
+    def _shown(self, sample: Any, step: int) -> Any:
+        return sample if self._seen is None else self._seen(self.np_random, step)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        sample, info = super().reset(seed=seed)
+        return self._shown(sample, 0), self._answer.get("reset", info)
+
+    def step(self, action: Any) -> Any:
+        sample, reward, terminated, truncated, info = super().step(action)
+        answer = {"reward": reward, "terminated": terminated, "truncated": truncated, "info": info, **self._answer}
+        answer.pop("reset", None)
+        return self._shown(sample, self._steps), *answer.values()
+
+
+class Long(Samples):
+    """Its episodes have 40 env steps; draws from the module's generator when `late` begins."""
+
+    def __init__(self, late: int, success: int = 0, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._late, self._success = late, success
+
+    def step(self, action: Any) -> Any:
+        seen, _, _, truncated, _ = super().step(action)
+        drawn = random.random() if self._steps >= self._late else 1.0
+        info = {"is_success": True} if self._success and self._steps == self._success else {}
+        return seen, drawn, self._steps == max(40, self._success), truncated, info
+
+
+class Seedless(Samples):
+    """Its reset is of no parameters."""
+
+    def reset(self) -> Any:  # pyrefly: ignore[bad-override]
+        return super().reset()
+
+
+class Leaves(Samples):
+    """Ends the process in its third step."""
+
+    def step(self, action: Any) -> Any:
+        seen = super().step(action)
+        return sys.exit() if self._steps == 3 else seen
+
+
 PICTURES: dict[str, tuple[spaces.Space[Any], dict[str, Any], int]] = {
     # The space; by camera, the picture in an observation, grey as [H, W]; the size of the state.
     "rgb": (pixels(12, 10, 3), {"observation": lambda seen: seen}, 0),
@@ -113,6 +165,21 @@ PICTURES: dict[str, tuple[spaces.Space[Any], dict[str, Any], int]] = {
     ),
     "tuple": (spaces.Tuple((pixels(9, 9, 3), STATE)), {"observation_0": lambda seen: seen[0]}, 4),
     "cells": (pixels(7, 7, 3), {}, 147),
+    "float-stack": (
+        spaces.Box(0.0, 1.0, (2, 32, 32), np.float32),
+        {f"observation_{i}": lambda seen, i=i: np.rint(seen[i] * 255).astype(np.uint8) for i in range(2)},
+        0,
+    ),
+    "float-grey": (
+        spaces.Box(0.0, 1.0, (32, 32), np.float32),
+        {"observation": lambda seen: np.rint(seen * 255).astype(np.uint8)},
+        0,
+    ),
+    "centred": (
+        spaces.Box(-1.0, 1.0, (32, 32, 3), np.float32),
+        {"observation": lambda seen: np.rint((seen + 1) * 127.5).astype(np.uint8)},
+        0,
+    ),
     "heights": (spaces.Box(0.0, 1.0, (12, 10), np.float32), {}, 120),
     "signed": (spaces.Box(-1.0, 1.0, (12, 10, 3), np.float32), {}, 360),
 }
@@ -136,6 +203,63 @@ register("Declared-v0", Samples)
 gymnasium.registry["farm-tests/Declared-v0"].nondeterministic = True
 for how in ("reset", "step", "nan", "size", "old reset", "old step", "rewards"):
     register(f"Wrong-{how.replace(' ', '-')}-v0", NotAtAll, how=how)
+GREY, UNIT = pixels(12, 10, 3), spaces.Box(0.0, 1.0, (12, 10, 3), np.float32)
+GIVEN: dict[str, tuple[dict[str, Any], str]] = {
+    "bright": (
+        {"space": UNIT, "seen": lambda rng, step: np.full(UNIT.shape, 200 if step == 2 else 1, np.float32)},
+        "picture observation has the number 200, and its space is from 0 to 1.*at step 2 after reset",
+    ),
+    "bit-bright": (
+        {"space": UNIT, "seen": lambda rng, step: np.full(UNIT.shape, 1.02, np.float32)},
+        "has the number 1.02, and its space is from 0 to 1",
+    ),
+    "nan-picture": (
+        {"space": UNIT, "seen": lambda rng, step: np.full(UNIT.shape, np.nan, np.float32)},
+        "has the number nan, and its space is from 0 to 1",
+    ),
+    "float-bytes": (
+        {"space": GREY, "seen": lambda rng, step: np.full(GREY.shape, 0.7, np.float32)},
+        "has numbers of float32, and those of its space are whole",
+    ),
+    "unbounded": ({"space": spaces.Box(-np.inf, np.inf, (32, 32, 3))}, "3072 numbers in .*no picture by its bounds"),
+    "nan-later": (
+        {"seen": lambda rng, step: np.full(4, np.nan if step == 3 else 0, np.float32)},
+        r"gives the state\[0\] as nan at step 3 after reset\(seed=0\)",
+    ),
+    "nan-reward": ({"answer": {"reward": float("nan")}}, r"the reward\[0\] as nan at step 1"),
+    "large-reward": ({"answer": {"reward": 1e39}}, r"the reward\[0\] as inf at step 1"),
+    "no-reward": ({"answer": {"reward": None}}, r"a reward that is None at step 1 after .* it is one number"),
+    "text-reward": ({"answer": {"reward": "1.5"}}, "a reward that is '1.5' at step 1"),
+    "ends": (
+        {"answer": {"terminated": np.array([False, True])}},
+        r"terminated of shape \[2\] at step 1.*True or False",
+    ),
+    "no-info": ({"answer": {"info": None}}, "the info that step returns is None, and an info is a dictionary"),
+    "no-first-info": ({"answer": {"reset": None}}, "the info that reset returns is None, and an info is a dictionary"),
+    "below": (
+        {"space": spaces.Discrete(4, start=1), "seen": lambda rng, step: 0 if step == 2 else 1},
+        r"the observation is 0, and the choices of its space Discrete\(4, start=1\) are .* 1 to 4.*at step 2",
+    ),
+    "beyond": ({"space": spaces.Discrete(4), "seen": lambda rng, step: 4}, "the observation is 4, .* from 0 to 3"),
+    "beyond-two": (
+        {"space": spaces.MultiDiscrete([2, 3]), "seen": lambda rng, step: np.array([2, 0])},
+        r"the observation is \[2 0\], .* from \[0, 0\] to \[1, 2\]",
+    ),
+}
+for kind, (arguments, _) in GIVEN.items():
+    register(f"Gives-{kind}-v0", Gives, **arguments)
+register("Gives-rounded-v0", Gives, space=UNIT, seen=lambda rng, step: np.full(UNIT.shape, 1.004, np.float32))
+CODES = spaces.Dict(grid=pixels(9, 9, 3), at=STATE)
+register(
+    "Gives-codes-v0",
+    Gives,
+    space=CODES,
+    seen=lambda rng, step: {"grid": rng.integers(0, 11, (9, 9, 3)).astype(np.uint8), "at": np.zeros(4, np.float32)},
+)
+register("Seedless-v0", Seedless)
+register("Leaves-v0", Leaves)
+register("DrawsLate-v0", Long, late=30)
+register("LateSuccess-v0", Long, limit=200, late=999, success=150, space=GREY)
 BOUNDS = np.array([0.1, 0.7])
 register("Double-v0", Samples, action_space=spaces.Box(-BOUNDS, BOUNDS, dtype=np.float64))
 register("Whole-v0", Samples, action_space=spaces.Box(0, 3, (2,), np.int64))
@@ -185,6 +309,22 @@ def test_a_picture_of_the_asked_size_is_the_observation_itself() -> None:
         assert np.array_equal(physics.reset(EpisodeSpec(5)).scene, seen[0].ravel())
 
 
+def test_rounding_beyond_white_is_white() -> None:
+    with closing(make_physics(task("Gives-rounded", cameras=1, image_size=9))) as physics:
+        assert set(physics.reset(EpisodeSpec(5)).scene.tolist()) == {255}
+
+
+def test_a_grid_of_codes_is_state() -> None:
+    """Codes of a space that could be a picture's are not blended to another size."""
+    with closing(make_physics(task("Gives-codes"))) as physics:
+        seen, _ = gymnasium.make("farm-tests/Gives-codes-v0").reset(seed=5)
+        assert physics.info.state_dim == 4 + 9 * 9 * 3
+        flat: Any = spaces.flatten(CODES, seen)
+        assert np.array_equal(physics.reset(EpisodeSpec(5)).state, flat.astype(np.float32))
+    with pytest.raises(FarmError, match="no 1 cameras: its part grid is a grid of codes, whole numbers up to 15"):
+        make_physics(task("Gives-codes", cameras=1))
+
+
 def test_a_text_is_the_instruction() -> None:
     with closing(make_physics(task("Told"))) as physics:
         assert physics.info.state_dim == 4 and physics.info.instruction_bytes == 4000
@@ -205,6 +345,7 @@ def outcome(name: str) -> tuple[TaskInfo, PhysicsResult]:
         ("InFinal", True, [0, 0, 0, 1]),
         ("Middle", True, [0, 1, 0, 0]),
         ("Never", False, [0] * 4),
+        ("LateSuccess", True, [0] * 9),
     ],
 )
 def test_success_is_seen_wherever_an_episode_reports_it(name: str, reports: bool, solved: list[int]) -> None:
@@ -212,16 +353,15 @@ def test_success_is_seen_wherever_an_episode_reports_it(name: str, reports: bool
     assert info.has_success is reports and result.success.tolist() == solved
 
 
-def test_success_that_the_trial_did_not_show_is_not_passed_over() -> None:
+def test_success_that_the_trial_did_not_show_ends_no_run() -> None:
     """As in an environment that says so once it is solved, and was never solved by chance."""
     register("Rare-v0", Samples, info=lambda step: {"is_success": True} if Rare.now else {})
     with closing(make_physics(task("Rare"))) as physics:
         physics.reset(EpisodeSpec(0))
         Rare.now = True
-        with pytest.raises(
-            FarmError, match="reports success now, and did not in the episode by which it was described"
-        ):
-            physics.step(np.zeros((1, 1), np.float32))
+        with pytest.warns(UserWarning, match="reports success now, and did not in the episodes by which") as said:
+            result = physics.step(np.zeros((3, 1), np.float32))
+        assert len(said) == 1 and not physics.info.has_success and not result.success.any()
 
 
 class Rare:
@@ -234,6 +374,7 @@ class Rare:
         ("AtTheEnd", ""),
         ("Global", r"reset twice with seed 0, it gives the state\[0\] as .* at once"),
         ("SeedsGlobal", r"made again and reset with seed 0, .* after \d equal actions"),
+        ("DrawsLate", r"reset twice with seed 0, it gives the reward\[0\] as .* after 30 equal actions"),
         ("Declared", "nondeterministic=True"),
     ],
 )
@@ -253,6 +394,9 @@ def test_seeds_are_tried_before_anything_rests_on_them(name: str, reason: str) -
         ("Wrong-old-reset", r"reset\(seed=0\): ValueError|reset returns float32 \[4\]"),
         ("Wrong-old-step", "not enough values|step returns a tuple of 4"),
         ("Wrong-rewards", r"a reward of shape \[2\]"),
+        ("Seedless", r"reset of .*Seedless takes no seed: write reset\(self, \*, seed=None, options=None\)"),
+        ("Leaves", r"failed in step 3 after reset\(seed=0\): SystemExit \(.*test_gymnasium_doors.py, line"),
+        *((f"Gives-{kind}", message) for kind, (_, message) in GIVEN.items()),
         ("Whole", r"actions of Box\(0, 3, \(2,\), int64\).*one Discrete choice or one Box of floating-point"),
         ("Bits", r"actions of MultiBinary\(3\)"),
         ("Fixed", "an element, leaves no choice"),

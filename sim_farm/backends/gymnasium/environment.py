@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from sim_farm.backends.gymnasium.instance import Instance
-from sim_farm.backends.gymnasium.observation import RENDER, Observation, read_space
+from sim_farm.backends.gymnasium.observation import MOST_CODES, RENDER, Observation, read_space
 from sim_farm.backends.gymnasium.trial import Trial, try_out
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.failures import failures_of
@@ -43,10 +43,13 @@ def open_environment(spec: TaskSpec) -> Environment:
         raise FarmError(f"{spec.name} has no time limit of its own: set env.max_episode_steps (TaskSpec's)")
     instance = _made(spec, limit)
     try:
-        observation = _understood(spec.name, instance.env.observation_space)
+        space = instance.env.observation_space
+        _cameras(spec, _understood(spec.name, space), instance.env)
+        _actions(spec.name, instance.env.action_space)
+        tried = _tried(spec.name, limit)
+        observation = read_space(space, tried.codes)
         cameras = _cameras(spec, observation, instance.env)
         info = _described(spec, instance.env, limit, observation, cameras)
-        tried = _tried(spec.name, limit)
         info = replace(info, has_success=tried.reports_success, inexact=tried.inexact)
         drawn = {"render_mode": "rgb_array"} if RENDER in cameras else {}
         if drawn:
@@ -98,6 +101,12 @@ def _cameras(spec: TaskSpec, observation: Observation, env: gymnasium.Env[Any, A
     """The cameras that are asked for: the pictures of the observation come first, then what `render` draws."""
     modes = env.metadata.get("render_modes") or ()
     known = (*observation.cameras, *((RENDER,) if "rgb_array" in modes else ()))
+    if isinstance(spec.cameras, int) and len(known) < spec.cameras <= len(known) + len(observation.grids):
+        raise FarmError(
+            f"{spec.name} has no {spec.cameras} cameras: its {', '.join(observation.grids)} is a grid of codes, whole "
+            f"numbers up to {MOST_CODES}, which is state: set env.cameras to {len(known)}, or register it with a "
+            "wrapper that draws it (minigrid.wrappers.RGBImgObsWrapper)"
+        )
     if spec.cameras and not known:
         raise FarmError(
             f"{spec.name} draws no frames: its render modes are {', '.join(map(str, modes)) or 'none'}, and rgb_array "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +43,14 @@ class Instance:
     def reset(self, seed: int) -> Seen:
         self._seed, self._steps = seed, 0
         with failures_of(self.name, f"reset(seed={seed})"):
-            found = self.env.reset(seed=seed)
-        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+            try:
+                found = self.env.reset(seed=seed)
+            except TypeError:
+                self._require_seed()
+                raise
+        if isinstance(found, tuple) and len(found) == 2:
+            self._require_info(found[1], "reset")
+        else:
             raise FarmError(
                 f"{self.name}: reset returns {_shape(found)}, and Gymnasium's an observation and an info; an "
                 "environment of the older gym is registered with a wrapper (shimmy's GymV21CompatibilityV0)"
@@ -54,26 +62,42 @@ class Instance:
         self._steps += 1
         with failures_of(self.name, f"step {self._steps} after reset(seed={self._seed})"):
             found = self.env.step(self._own(action))
-            if not isinstance(found, tuple) or len(found) != 5 or not isinstance(found[4], Mapping):
+            if not isinstance(found, tuple) or len(found) != 5:
                 raise FarmError(
                     f"{self.name}: step returns {_shape(found)}, and Gymnasium's an observation, a reward, terminated, "
                     "truncated and an info; an environment of the older gym is registered with a wrapper (shimmy's "
                     "GymV21CompatibilityV0)"
                 )
-        observation, reward, terminated, truncated, info = found
-        given = np.asarray(reward)
-        if given.size != 1:
-            raise FarmError(
-                f"{self.name} gives a reward of shape {list(given.shape)}, and a reward is one number: register "
-                "it with gymnasium.wrappers.TransformReward"
+            observation, reward, terminated, truncated, info = found
+            self._require_info(info, "step")
+            return Seen(
+                observation,
+                self._number("a reward", reward, "one number: register it with gymnasium.wrappers.TransformReward"),
+                bool(self._number("terminated", terminated, "True or False: let step give one of them")),
+                bool(self._number("truncated", truncated, "True or False: let step give one of them")),
+                self._solved(info),
             )
-        return Seen(observation, float(given.item()), bool(terminated), bool(truncated), self._solved(info))
+
+    @property
+    def when(self) -> str:
+        """Where the episode is, for messages."""
+        began = f"reset(seed={self._seed})"
+        return f"at step {self._steps} after {began}" if self._steps else f"after {began}"
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What goes wrong within, as the answer is read, is raised with the environment and the step."""
+        with failures_of(self.name, f"its observation {self.when}"):
+            try:
+                yield
+            except FarmError as error:
+                raise FarmError(f"{self.name}: {error} ({self.when})") from error
 
     def draw(self) -> UInt8:
         """uint8 [H, W, 3]: what the environment shows now, in its own size."""
         try:
             drawn = self.env.render()
-        except Exception as error:  # whatever its authors draw with; what is missing is in the message
+        except (Exception, SystemExit) as error:  # whatever its authors draw with; its message has what is missing
             raise FarmError(
                 f"{self.name} cannot draw ({error}). Set env.cameras and eval.videos to 0, or install what draws it: "
                 "pip install 'embodied-farm[gymnasium]' has pygame. MuJoCo's environments need MUJOCO_GL=egl or osmesa "
@@ -93,6 +117,32 @@ class Instance:
         assert isinstance(space, spaces.Box)
         # Bounds of another precision are not those that float32 rounds them to.
         return np.clip(action.reshape(space.shape).astype(space.dtype), space.low, space.high)
+
+    def _require_seed(self) -> None:
+        """Raise `FarmError` for a `reset` of the environment's own that takes no seed."""
+        kind = type(self.env.unwrapped)
+        taken = inspect.signature(kind.reset).parameters
+        if "seed" not in taken and not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+            raise FarmError(
+                f"{self.name}: reset of {kind.__module__}.{kind.__qualname__} takes no seed: write reset(self, *, "
+                "seed=None, options=None), and call super().reset(seed=seed) in it"
+            )
+
+    def _require_info(self, info: Any, method: str) -> None:
+        if not isinstance(info, Mapping):
+            given = "None" if info is None else f"a {type(info).__name__}"
+            raise FarmError(
+                f"{self.name}: the info that {method} returns is {given}, and an info is a dictionary: return {{}} "
+                f"where there is nothing to say ({self.when})"
+            )
+
+    def _number(self, name: str, given: Any, allowed: str) -> float:
+        """The only number in what is given."""
+        numbers = np.asarray(given)
+        if numbers.size == 1 and numbers.dtype.kind in "biuf":
+            return float(numbers.item())
+        what = f"{name} of shape {list(numbers.shape)}" if numbers.size != 1 else f"{name} that is {given!r}"
+        raise FarmError(f"{self.name} gives {what} {self.when}, and it is {allowed}")
 
     def _solved(self, info: Mapping[str, Any]) -> bool | None:
         parts = [info, *(info[key] for key in NESTED if isinstance(info.get(key), Mapping))]

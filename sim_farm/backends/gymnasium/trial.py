@@ -1,27 +1,28 @@
-"""The trial of an environment, before anything rests on it: one episode with random actions.
+"""The trial of an environment, before anything rests on it: two episodes with random actions.
 
-It shows whether success is reported, which may be at an episode's end alone, and whether an episode is what its seed
-and its actions make of it, which everything that replays episodes, or says that two policies saw the same, goes by.
+It shows whether success is reported, which may be at an episode's end alone; whether what could be a picture is a grid
+of codes; and whether an episode is what its seed and its actions make of it, which everything that replays episodes, or
+says that two policies saw the same, goes by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from sim_farm.backends.gymnasium.instance import Instance, Seen
-from sim_farm.backends.gymnasium.observation import read_space
+from sim_farm.backends.gymnasium.observation import CERTAIN, MOST_CODES, Observation, Path, read_space
 from sim_farm.contract import FarmError, Float32
 
 SEED, OTHER = 0, 1
-"""Seeds of the beginning that is compared, and of the episode between two such."""
-STEPS, STEPS_OF_PICTURES = 1000, 100
-"""Most env steps of that episode; fewer where each draws a picture."""
-COMPARED = 5
-"""Env steps of the beginnings that are compared."""
+"""Seeds of the episode that is compared, and of the one between two such."""
+STEPS, STEPS_OF_PICTURES = 1000, 200
+"""Most env steps of the other episode; fewer where each draws a picture."""
+COMPARED, COMPARED_OF_PICTURES = 200, 50
+"""Most env steps of the episode that is compared."""
 
 Numbers = Mapping[str, np.ndarray]
 """Each part of an answer as one row."""
@@ -34,52 +35,90 @@ class Trial:
     reports_success: bool
     inexact: str
     """`TaskInfo.inexact`"""
+    codes: frozenset[Path] = frozenset()
+    """Parts of the observation that could be pictures by their space, and are grids of codes."""
     leaves_traces: bool = False
     """An episode leaves something in the environment that the next reset does not clear: a new one is exact."""
 
 
+@dataclass
+class _Watched:
+    """What all episodes of a trial have shown so far."""
+
+    parts: Observation
+    reports_success: bool = False
+    highest: dict[Path, int] = field(default_factory=dict)
+    """Greatest number of each part that may be a grid of codes."""
+
+    def read(self, instance: Instance, seen: Seen) -> Numbers:
+        """The answer's numbers, all of them finite. Raises `FarmError` for others."""
+        self.reports_success |= seen.solved is not None
+        with instance.reading(), np.errstate(over="ignore"):
+            numbers = {
+                "the state": self.parts.state_of(seen.observation),
+                **{f"the picture {n}": frame.ravel() for n, frame in self.parts.frames_of(seen.observation).items()},
+                "the reward": np.array([seen.reward]).astype(np.float32),
+                "its end": np.array([seen.terminated, seen.truncated]),
+            }
+            for one in self.parts.pictures:
+                if one.whole and min(one.size) < CERTAIN:
+                    highest = int(one.part(seen.observation).max())
+                    self.highest[one.path] = max(highest, self.highest.get(one.path, 0))
+        for part, values in numbers.items():
+            if not np.isfinite(values).all():
+                at = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise FarmError(
+                    f"{instance.name} gives {part}[{at}] as {values[at]} {instance.when}: such an episode would be "
+                    "left out as a broken one. Let it give finite numbers"
+                )
+        return numbers
+
+    @property
+    def codes(self) -> frozenset[Path]:
+        return frozenset(path for path, highest in self.highest.items() if highest <= MOST_CODES)
+
+
 def try_out(make: Callable[[], Instance]) -> Trial:
-    """Try an environment: an episode's beginning, whose numbers must be finite; another episode to its end; then the
-    first beginning again in the used environment, and in two new ones beside each other. Raises `FarmError`."""
+    """Try an environment: an episode; another one to its end; then the first again in the used environment, and in two
+    new ones beside each other. Raises `FarmError`, as for numbers that are not finite."""
     with closing(make()) as used:
-        action = _random_actions(used)
-        (first, said), *_ = _together([used], action)
-        _require_finite(used.name, first[:2])
-        reports = _reports_success(used, action) or said
-        ((again, _),) = _together([used], action)
+        action, watched = _random_actions(used), _Watched(read_space(used.env.observation_space))
+        (first,) = _together([used], action, watched)
+        _watch_other(used, action, watched)
+        (again,) = _together([used], action, watched)
     with closing(make()) as one, closing(make()) as two:
-        (new, _), (beside, _) = _together([one, two], action)
+        new, beside = _together([one, two], action, watched)
+    found = Trial(watched.reports_success, "", watched.codes)
     if differs := _difference(first, new) or _difference(first, beside):
         alone = _difference(first, again)
         how = f"reset twice with seed {SEED}" if alone else f"made again and reset with seed {SEED}"
-        return Trial(reports, f"{how}, {alone or differs}")
-    return Trial(reports, "", leaves_traces=bool(_difference(first, again)))
+        return replace(found, inexact=f"{how}, {alone or differs}")
+    return replace(found, leaves_traces=bool(_difference(first, again)))
 
 
-def _reports_success(instance: Instance, action: Callable[[int], Float32]) -> bool:
-    """True if the other episode does, to whose end it is run."""
-    most = STEPS_OF_PICTURES if read_space(instance.env.observation_space).pictures else STEPS
-    seen, reports = instance.reset(OTHER), False
+def _watch_other(instance: Instance, action: Callable[[int], Float32], watched: _Watched) -> None:
+    """Run the other episode to its end, where success may be reported alone."""
+    most = STEPS_OF_PICTURES if watched.parts.pictures else STEPS
+    watched.read(instance, instance.reset(OTHER))
     for step in range(most):
         seen = instance.step(action(step))
-        reports = reports or seen.solved is not None
-        if seen.terminated or seen.truncated or (reports and step >= COMPARED):
+        watched.read(instance, seen)
+        if seen.terminated or seen.truncated or (watched.reports_success and step >= COMPARED):
             break
-    return reports
 
 
-def _together(instances: Sequence[Instance], action: Callable[[int], Float32]) -> list[tuple[list[Numbers], bool]]:
-    """The first answers of the episode in each environment, which are stepped in turn, and whether success is reported
-    in them; fewer of one that ends."""
-    found = [[_numbers(each, each.reset(SEED))] for each in instances]
-    reports = [False] * len(instances)
-    for step in range(COMPARED):
+def _together(
+    instances: Sequence[Instance], action: Callable[[int], Float32], watched: _Watched
+) -> list[list[Numbers]]:
+    """The answers of the episode in each environment, which are stepped in turn; fewer of one that ends."""
+    found = [[watched.read(each, each.reset(SEED))] for each in instances]
+    for step in range(COMPARED_OF_PICTURES if watched.parts.pictures else COMPARED):
         for i, each in enumerate(instances):
             if not found[i][-1]["its end"].any():
-                seen = each.step(action(step))
-                found[i].append(_numbers(each, seen))
-                reports[i] |= seen.solved is not None
-    return list(zip(found, reports, strict=True))
+                found[i].append(watched.read(each, each.step(action(step))))
+        if all(each[-1]["its end"].any() for each in found):
+            break
+    return found
 
 
 def _random_actions(instance: Instance) -> Callable[[int], Float32]:
@@ -95,20 +134,8 @@ def _random_actions(instance: Instance) -> Callable[[int], Float32]:
     return action
 
 
-def _require_finite(name: str, beginning: Sequence[Numbers]) -> None:
-    for step, numbers in enumerate(beginning):
-        for part, values in numbers.items():
-            if not np.isfinite(values).all():
-                at = int(np.flatnonzero(~np.isfinite(values))[0])
-                when = f"after step {step}" if step else f"after reset(seed={SEED})"
-                raise FarmError(
-                    f"{name} gives {part}[{at}] as {values[at]} {when}: every episode would be left out as a broken "
-                    "one. Let it give finite numbers"
-                )
-
-
 def _difference(first: Sequence[Numbers], again: Sequence[Numbers]) -> str:
-    """The first difference between two beginnings, in words; empty if there is none."""
+    """The first difference between two episodes, in words; empty if there is none."""
     for step, (one, two) in enumerate(zip(first, again, strict=False)):
         for part in one:
             differ = np.flatnonzero(one[part] != two[part])
@@ -120,13 +147,3 @@ def _difference(first: Sequence[Numbers], again: Sequence[Numbers]) -> str:
                     "numpy.random or random, which reset does not seed, in place of self.np_random)"
                 )
     return ""
-
-
-def _numbers(instance: Instance, seen: Seen) -> Numbers:
-    parts = read_space(instance.env.observation_space)
-    return {
-        "the state": parts.state_of(seen.observation),
-        **{f"the picture {name}": frame.ravel() for name, frame in parts.frames_of(seen.observation).items()},
-        "the reward": np.array([seen.reward]),
-        "its end": np.array([seen.terminated, seen.truncated]),
-    }
