@@ -166,6 +166,8 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     everything = folder.in_order()
     outcomes = unperturbed(protocol, everything)
     has_success = any(outcome.success is not None for outcome in outcomes)
+    if not has_success:
+        _require_returns(protocol, outcomes, folder.path)
     starts = {task: _starts(origin, task, [o for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
         **_tables(protocol, outcomes, starts),
@@ -366,6 +368,18 @@ def _run_task(worker: Handle[Evaluator], folder: EvalFolder, episodes: int, titl
                 _say(f"{place} {why}; the episode counts as failed")
             bar.advance()
     worker.call(Evaluator.end)
+
+
+def _require_returns(protocol: Protocol, outcomes: Sequence[EpisodeOutcome], folder: Path) -> None:
+    """Raise `UserError` for a task that is measured by its return, and has none: each of its episodes is broken."""
+    for task in protocol.tasks:
+        own = [outcome for outcome in outcomes if outcome.task == task]
+        if not any(math.isfinite(outcome.total_reward) for outcome in own):
+            raise UserError(
+                f"{task}: all {len(own)} episodes are broken, since a number of the simulator's was not finite in "
+                f"each: there is no return to tell. Mend the task, and evaluate again without --resume ({folder} keeps "
+                "the episodes)"
+            )
 
 
 def _warnings(subject: Subject, protocol: Protocol) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import sys
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -16,6 +17,9 @@ import pytest
 from gymnasium import spaces
 from PIL import Image
 
+from embodied.commands.evaluate import evaluate_run
+from embodied.config.schema import Config
+from embodied.errors import UserError
 from sim_farm.client.vector_env import vector_env
 from sim_farm.contract import EpisodeSpec, FarmError, PhysicsResult, TaskInfo, TaskSpec
 from sim_farm.registry import make_physics, make_renderer
@@ -126,6 +130,14 @@ class Long(Samples):
         drawn = random.random() if self._steps >= self._late else 1.0
         info = {"is_success": True} if self._success and self._steps == self._success else {}
         return seen, drawn, self._steps == max(40, self._success), truncated, info
+
+
+class NanUnseen(Samples):
+    """Its rewards are not finite in episodes of seeds that no trial has."""
+
+    def step(self, action: Any) -> Any:
+        seen, reward, *rest = super().step(action)
+        return seen, reward if self._began in (0, 1) else float("nan"), *rest
 
 
 class Seedless(Samples):
@@ -258,6 +270,7 @@ register(
 )
 register("Seedless-v0", Seedless)
 register("Leaves-v0", Leaves)
+register("NanUnseen-v0", NanUnseen, action_space=spaces.Box(-1.0, 1.0, (2,), np.float32))
 register("DrawsLate-v0", Long, late=30)
 register("LateSuccess-v0", Long, limit=200, late=999, success=150, space=GREY)
 BOUNDS = np.array([0.1, 0.7])
@@ -449,3 +462,15 @@ def test_choices_of_a_vector_environment_are_the_environments_own() -> None:
 def test_a_vector_environment_without_a_state_says_what_to_ask_for() -> None:
     with pytest.raises(FarmError, match="has no state: give observations='frames' and cameras=1"):
         vector_env(f"{__name__}:gymnasium/farm-tests/Seen-rgb-v0", 1, workers=1)
+
+
+def test_an_evaluation_of_broken_episodes_alone_has_no_return(tmp_path: Path) -> None:
+    settings = {
+        "env": {"task": "gymnasium/farm-tests/NanUnseen-v0", "num_envs": 2},
+        "farm": {"groups": 1, "physics_workers": 1, "pin": False},
+        "runtime": {"mode": "inline", "trace": False},
+        "policy": {"kind": "random"},
+        "eval": {"videos": 0, "episodes": 3},
+    }
+    with pytest.raises(UserError, match="all 3 episodes are broken.*no return to tell"):
+        evaluate_run("nan", Config.model_validate(settings), None, tmp_path, into=tmp_path / "e")
