@@ -63,6 +63,9 @@ class FilesTogether(LoadScopeScheduling):
             return super().remove_node(node)
         unit, crashed = left
         unit[crashed] = True
+        # A unit that is done would be given out once more: its process would wait for a test that never comes.
+        work = self.assigned_work[node]
+        self.assigned_work[node] = {name: one for name, one in work.items() if not all(one.values())}
         super().remove_node(node)
         return crashed
 

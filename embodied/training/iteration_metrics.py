@@ -22,7 +22,7 @@ from embodied.workflows.sizes import tasks_of
 from sim_farm.catalogue import exact_replay
 
 SHOWN_FAULTS = 3
-"""Faults that a note names."""
+"""Faults, and places of others, that a note names."""
 COUNTS = (
     Metric("iteration", "iterations", "Iterations that are done; in `embodied sft`, optimiser steps."),
     Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, those learned from."),
@@ -122,7 +122,9 @@ def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
     tasks = tasks_of(config)
     ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
     unknown = [episode for episode in ended if not episode.fault]
-    places = ", ".join(f"column {episode.env}, {tasks[episode.task].env.task}" for episode in unknown)
+    places = "; ".join(
+        f"column {episode.env}, {tasks[episode.task].env.task}" for episode in unknown[:SHOWN_FAULTS]
+    ) + (f"; {len(unknown) - SHOWN_FAULTS} more" if len(unknown) > SHOWN_FAULTS else "")
     exact = all(exact_replay(task.env.task) for task in tasks)
     lost = "" if exact else ", or that a lost worker took with it"
     where = f" ({places})" if places else ""
