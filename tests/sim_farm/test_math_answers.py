@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
 
@@ -137,6 +138,14 @@ def test_an_expected_answer_may_stand_in_dollars_or_a_box(form: str):
 )
 def test_the_final_expression_of_an_answer(text: str, final: str):
     assert _final(text) == final
+
+
+@needs_package
+def test_a_column_without_answers_is_refused(tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(2 * (json.dumps({"prompt": "1+1?", "answer": "so " + "x" * 3000}) + "\n"))
+    with pytest.raises(FarmError, match="the verifier math scores .* of 1 more rows: .* Name the column"):
+        _task(ProblemFile(str(path), verifier="math"))
 
 
 @pytest.mark.skipif(INSTALLED, reason="math-verify is installed")

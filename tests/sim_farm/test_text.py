@@ -361,6 +361,104 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
         make_physics(spec)
 
 
+def gives_a_dict(answer: str, expected: str) -> Any:
+    return {"score": 1.0, "acc": True}
+
+
+def gives_a_tuple(answer: str, expected: str) -> Any:
+    return 1.0, "right"
+
+
+def gives_none(answer: str, expected: str) -> Any:
+    return None
+
+
+def gives_none_for_a_wrong_answer(answer: str, expected: str) -> Any:
+    if answer == expected:
+        return 1.0
+
+
+async def gives_a_coroutine(answer: str, expected: str) -> float:
+    return 1.0
+
+
+def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    return 1.0
+
+
+def gives_an_array(answer: str, expected: str) -> Any:
+    return np.array([answer == expected], np.float32)
+
+
+def runs_a_program(answer: str, expected: str) -> float:
+    """1.0 for a program that adds one."""
+    return float(answer == "lambda n: n + 1")
+
+
+class Verifying:
+    def __call__(self, answer: str, expected: str) -> float:
+        return 1.0
+
+
+RETURNS = [
+    (
+        "gives_a_dict",
+        r"gives_a_dict gave a dict \({'score'.*: write `return result\['score'\]`.*the expected answer of row",
+    ),
+    ("gives_a_tuple", r"gives_a_tuple gave a tuple \(.*: write `return result\[0\]`"),
+    ("gives_none", "gives_none gave None, .*: write `return 0.0` where the answer is wrong"),
+    ("gives_none_for_a_wrong_answer", "gave None.* with the empty text as the answer to row 1"),
+    ("gives_a_coroutine", "gave a coroutine.* write `def` in place of `async def`"),
+    (
+        "of_verl",
+        r"of_verl takes \(data_source: .*, and a verifier takes \(answer, expected\): write .*return of_verl\(",
+    ),
+    ("Verifying", "Verifying is a class; name an instance of it"),
+]
+
+
+def test_a_verifier_that_finds_no_expected_answer_right_is_said(tmp_path: Path, caplog):
+    path = tmp_path / "programs.jsonl"
+    rows = [{"prompt": "x", "answer": "[[1, 2]]"}] * 20
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stated(ProblemFile(str(path), verifier=f"{__name__}:runs_a_program"))
+    (said,) = caplog.messages
+    assert "expected answer of row 1 of" in said and "those of 7 more rows. If" in said and "arguments swapped" in said
+    # One that is right is enough.
+    rows[-3] = {"prompt": "x", "answer": "lambda n: n + 1"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    caplog.clear()
+    stated(ProblemFile(str(path), verifier=f"{__name__}:runs_a_program", answer_tokens=9))
+    assert not caplog.messages
+
+
+def test_an_array_of_one_number_is_a_score(tmp_path: Path):
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt": "x", "answer": "1"}\n')
+    (problem,) = stated(ProblemFile(str(path), verifier=f"{__name__}:gives_an_array"))
+    assert (problem.verify("1"), problem.verify("2")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("written", "said", "right"),
+    [
+        ("0.00001", "0.00001", True),
+        ("1e22", "1" + 22 * "0", True),
+        ("-0.0", "0", True),
+        ("9007199254740994.0", "9007199254740994", True),
+        ('"1,072"', "1072", True),
+        ("1072", "1,072", True),
+        ("1072", "10,72", False),
+        ('"1,072 apples"', "1072 apples", False),
+        ('"72"', "72.0", False),
+    ],
+)
+def test_exact_compares_numbers_in_plain_decimals(tmp_path: Path, written: str, said: str, right: bool):
+    path = tmp_path / "one.jsonl"
+    path.write_text(f'{{"prompt": "x", "answer": {written}}}\n')
+    assert stated(ProblemFile(str(path)))[0].verify(said) == float(right)
+
+
 @pytest.mark.parametrize(
     ("text", "file", "message"),
     [
@@ -386,6 +484,10 @@ def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
         ('{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "1"}\n',
          {}, "row 1: the statement has messages of 'user', 'assistant': a problem has one of 'user'"),
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}\n', {}, "parts with a text"),
+        ('{"prompt": [{"role": "user", "content": "<image> What?"}], "images": [{"path": "a.png"}], "answer": "1"}\n',
+         {}, "row 1: the column 'images' is not empty, and a problem is told in words alone"),
+        *((json.dumps({"prompt": "x", "answer": "1"}) + "\n", {"verifier": f"{__name__}:{name}"}, message)
+          for name, message in RETURNS),
     ],
 )  # fmt: skip
 def test_files_without_problems_are_refused(tmp_path: Path, text: str, file: dict[str, Any], message: str):
@@ -455,15 +557,18 @@ def test_lines_end_with_line_feeds_alone(tmp_path: Path):
     assert [problem.text for problem in stated(ProblemFile(str(path)))] == texts
 
 
-def test_a_number_of_float32_is_the_one_that_was_written(tmp_path: Path):
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_number_of_few_bits_is_the_one_that_was_written(tmp_path: Path, precision: str):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = tmp_path / "file.parquet"
-    columns = {"prompt": ["a", "b"], "answer": pa.array([0.1, 3.0], pa.float32())}
-    pq.write_table(pa.table(columns), path)
-    one, other = stated(ProblemFile(str(path)))
-    assert one.verify("0.1") == other.verify("3") == 1.0
+    answers = pa.array(np.array([0.1, 3.0], precision))
+    inner = pa.StructArray.from_arrays([answers, pa.array(["x", None])], ["ground_truth", "style"])
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": answers, "reward_model": inner}), path)
+    for name in ("answer", "reward_model", "reward_model.ground_truth"):
+        one, other = stated(ProblemFile(str(path), answer=name))
+        assert one.verify("0.1") == other.verify("3") == 1.0
 
 
 def test_another_file_of_a_backend_is_not_read(tmp_path: Path):

@@ -1,8 +1,8 @@
 """What a row of a problem file holds, as text: statements and expected answers in the shapes that datasets have.
 
 A statement is a text, or a list of messages (`role`, `content`) of which one is the user's. An answer is a text, a
-number, a message, or a struct with `ground_truth`. Either may be the JSON text of such a list or struct. What is none
-of these is refused: Python's text of it is no problem.
+number, which becomes plain decimals, a message, or a struct with `ground_truth`. Either may be the JSON text of such a
+list or struct. What is none of these is refused: Python's text of it is no problem.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 Value = Any
 """What JSON or parquet has in a column."""
 GROUND_TRUTH = "ground_truth"
-EXACT_INTEGERS = 2**53
-"""Beyond it a float64 may be the neighbour of the whole number that was meant."""
+PICTURES = ("images", "image", "videos", "video", "audios", "audio")
+"""Columns that datasets have beside a statement, of what words do not tell."""
 
 
 class Wrong(Exception):
@@ -39,6 +39,23 @@ def column(row: Value, name: str, setting: str) -> Value:
             raise Wrong(f"no column {name!r}; it has {there}. Set {setting} of the ProblemFile to one of these")
         found = found[part]
     return found
+
+
+def check_no_pictures(row: Value) -> None:
+    """Raise `Wrong` for a row with pictures: a problem is told in words alone."""
+    for name in PICTURES if isinstance(row, Mapping) else ():
+        if _holds(row.get(name)):
+            raise Wrong(
+                f"the column {name!r} is not empty, and a problem is told in words alone: leave such rows out, or the "
+                "column if the words are enough"
+            )
+
+
+def _holds(value: Value) -> bool:
+    """False for null, and for what is empty or holds nulls alone."""
+    if isinstance(value, Mapping):
+        return any(map(_holds, value.values()))
+    return any(map(_holds, value)) if _is_list(value) else value not in (None, "", b"")
 
 
 def prompt_text(value: Value) -> str:
@@ -102,9 +119,11 @@ def _text(value: Value, what: str) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() and abs(value) <= EXACT_INTEGERS else repr(value)
+        value = Decimal(repr(value))  # the shortest text that is this number
     if isinstance(value, Decimal) and value.is_finite():
-        return f"{value.normalize():f}"
+        plain = f"{value:f}"
+        plain = plain.rstrip("0").rstrip(".") if "." in plain else plain
+        return "0" if plain == "-0" else plain
     if isinstance(value, Mapping):
         inner = ", ".join(map(str, value))
         raise Wrong(f"{what} is a struct with {inner}: name one of these as COLUMN.{next(iter(value), 'NAME')}")

@@ -6,6 +6,7 @@ its code.
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
 import subprocess
@@ -43,6 +44,10 @@ class VerifierFailed(Exception):
     """A verifier gave no score; the message says which, and why."""
 
 
+class NoScore(VerifierFailed):
+    """A verifier returned something else than a number from 0 to 1."""
+
+
 @dataclass(frozen=True)
 class Score:
     value: float
@@ -62,12 +67,30 @@ def score(problem: Problem, answer: str) -> Score:
     return Score(found)
 
 
-def bounded(found: Any) -> float:
-    """Raises `VerifierFailed` for what is no number from 0 to 1."""
-    value = float(found)
+def bounded(found: Any, verifier: str = "the verifier") -> float:
+    """What a verifier returned, as a score. An array of one number is that number. Raises `NoScore`."""
+    try:
+        value = float(found.item() if hasattr(found, "item") else found)
+    except Exception as error:  # of whatever type the verifier returned
+        given = "None" if found is None else f"a {type(found).__name__} ({repr(found)[:SHOWN]})"
+        raise NoScore(f"{verifier} gave {given}, and a score is a number from 0 to 1: {_advice(found)}") from error
     if not 0.0 <= value <= 1.0:
-        raise VerifierFailed(f"the verifier gave {value}, and a score is from 0 to 1")
+        raise NoScore(f"{verifier} gave {value}, and a score is from 0 to 1")
     return value
+
+
+def _advice(found: Any) -> str:
+    """What to write in place of a verifier that returns this."""
+    if found is None:
+        return "write `return 0.0` where the answer is wrong"
+    if inspect.iscoroutine(found):
+        found.close()
+        return "write `def` in place of `async def`"
+    if isinstance(found, dict) and found:
+        return f"write `return result[{'score' if 'score' in found else next(iter(found))!r}]`"
+    if isinstance(found, (tuple, list)) and found:
+        return "write `return result[0]`"
+    return "write `return float(...)`"
 
 
 class VerifierProcess:
@@ -92,12 +115,9 @@ class VerifierProcess:
         except (EOFError, OSError) as error:
             self.close()
             raise VerifierFailed(f"the process of the verifier {self.function} died") from error
-        if isinstance(found, str):
-            raise VerifierFailed(f"the verifier {self.function} failed: {found}")
-        try:
-            return bounded(found)
-        except VerifierFailed as error:
-            raise VerifierFailed(str(error).replace("the verifier", f"the verifier {self.function}", 1)) from error
+        if isinstance(found, VerifierFailed):
+            raise found
+        return found
 
     def close(self) -> None:
         """End the process. A further call starts another."""
@@ -130,11 +150,12 @@ class VerifierProcess:
 
 
 def serve(reference: str, pipe: Connection) -> None:
-    """Answer (answer, expected) with a score, or with the text of what went wrong, until the other end is closed."""
+    """Answer (answer, expected) with a score, or with the `VerifierFailed`, until the other end is closed."""
     try:
         function = named(reference, FarmError)
         if not callable(function):
             raise FarmError(f"{reference} is a {type(function).__name__}, not a function (answer, expected) -> score")
+        _check_signature(function, reference)
     except FarmError as error:
         pipe.send(str(error))
         return
@@ -145,9 +166,29 @@ def serve(reference: str, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            pipe.send(float(function(answer, expected)))
+            pipe.send(bounded(function(answer, expected), f"the verifier {reference}"))
+        except VerifierFailed as error:
+            pipe.send(error)
         except Exception as error:
-            pipe.send(described(error))
+            pipe.send(VerifierFailed(f"the verifier {reference} failed: {described(error)}"))
+
+
+def _check_signature(function: Any, reference: str) -> None:
+    """Raise `FarmError` for a function that cannot be called with an answer and an expected one."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of those that are no Python have none
+        return
+    try:
+        signature.bind("", "")
+    except TypeError as error:
+        name = reference.rpartition(":")[2]
+        said = f"{reference} takes {signature}, and a verifier takes (answer, expected)"
+        if isinstance(function, type):
+            raise FarmError(f"{said}: {name} is a class; name an instance of it") from error
+        raise FarmError(
+            f"{said}: write a function of these two that calls it, `def verify(answer, expected): return {name}(...)`"
+        ) from error
 
 
 def described(error: BaseException) -> str:
