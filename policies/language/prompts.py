@@ -17,6 +17,9 @@ MOST_KNOWN = 4096
 """Prompts whose tokens are kept."""
 PLACE, SHORT_PLACE = "{prompt}", "{}"
 """Where the instruction stands in a template."""
+PROBE = "Make 29 from 13, 14, 2."
+"""A user's message that a chat template is tried with."""
+TEMPLATE_FILE = "chat_template.jinja"
 LATEX = re.compile(r"\\[A-Za-z]+(?:\{\})+")
 """A command of LaTeX with empty arguments, such as `\\boxed{}`."""
 
@@ -49,8 +52,9 @@ class Prompts:
     """
 
     def __init__(self, folder: Path, *, chat: bool, system: str, template: str) -> None:
-        """Raises `PolicyError` for a directory without a tokenizer, an end-of-sequence token or a chat template, and
-        for a template that does not say where the instruction stands."""
+        """Raises `PolicyError` for a directory without a tokenizer, an end-of-sequence token or a chat template, for a
+        chat template that cannot be applied or leaves a message out, and for a template that does not say where the
+        instruction stands."""
         import_torchvision()
         from transformers import PreTrainedTokenizerFast
 
@@ -71,6 +75,8 @@ class Prompts:
         self.ends = tuple(dict.fromkeys([self.end, *(end for end in named if end < self.size)]))
         self._chat, self._system, self._around = chat, system, around(template)
         self._known: dict[str, list[int]] = {}
+        if chat:
+            self._check_chat(folder)
 
     def tokens(self, instruction: str) -> list[int]:
         """The tokens before the answer. An empty instruction is that of an environment that rests."""
@@ -85,11 +91,41 @@ class Prompts:
         """The tokens of a text by itself, without those that begin or end a sequence."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def _chatted(self, text: str) -> str:
+        """The text as a user's message in the chat template, after the system's."""
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        return self._tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+
+    def _check_chat(self, folder: Path) -> None:
+        """Apply the chat template once. Raises `PolicyError`, which names its file."""
+        own = folder / TEMPLATE_FILE
+        where = f"the chat template in {own if own.is_file() else folder / 'tokenizer_config.json'}"
+        mend = "mend it, or leave policy.options.chat false"
+        try:
+            told = self._chatted(PROBE)
+        except Exception as error:  # of jinja2, or of the template itself
+            what = f"{where} cannot be applied: {str(error)[:SHOWN_ERROR] or type(error).__name__}"
+            if self._system and self._applies_without_system():
+                mend = (
+                    "it takes no system message: unset policy.options.system, or put its text in policy.options.prompt"
+                )
+            raise PolicyError(f"{what}; {mend}") from error
+        for text, name in ((PROBE, "the user's message"), (self._system.strip(), "the system's message")):
+            if text not in told:
+                raise PolicyError(f"{where} leaves {name} out; {mend}")
+
+    def _applies_without_system(self) -> bool:
+        system, self._system = self._system, ""
+        try:
+            return PROBE in self._chatted(PROBE)
+        except Exception:  # as above
+            return False
+        finally:
+            self._system = system
+
     def _tokens(self, text: str) -> list[int]:
         if self._chat:
-            messages = [{"role": "system", "content": self._system}] if self._system else []
-            text = self._tokenizer.apply_chat_template(
-                [*messages, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            return self.encode(text) or [self.end]
+            return self.encode(self._chatted(text)) or [self.end]
         return self._tokenizer.encode(text) or [self.end]

@@ -314,6 +314,37 @@ def test_a_template_without_one_place_is_refused(template: str):
         policy_of(MODEL, prompt=template)
 
 
+MESSAGES = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        (NO_SYSTEM + MESSAGES, "Be good.", "System role not supported; .*unset policy.options.system"),
+        ("{% for m in messages %}{{ m.role", "Be good.", "tokenizer_config.json cannot be applied: .*; mend it, or"),
+        ([{"name": "a", "template": "x"}, {"name": "b", "template": "y"}], "", "no default specified.*; mend it, or"),
+        ("{% if add_generation_prompt %}assistant: {% endif %}", "", "leaves the user's message out; mend it"),
+        ("{{ messages[-1].content }}", "Be good.", "leaves the system's message out"),
+    ],
+)
+def test_a_chat_template_that_cannot_tell_is_refused(tmp_path: Path, template: Any, system: str, message: str):
+    for name in ("tokenizer.json", "config.json"):
+        shutil.copy(MODEL / name, tmp_path / name)
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    with pytest.raises(PolicyError, match=f"the chat template in {tmp_path}.*{message}"):
+        Prompts(tmp_path, chat=True, system=system, template="{}")
+
+
+def test_a_chat_template_without_a_system_role_tells_the_user_s_message(tmp_path: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(MODEL / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text(NO_SYSTEM + MESSAGES)
+    prompts = Prompts(tmp_path, chat=True, system="", template="{}")
+    assert prompts.tokens("Make 1.") == prompts.encode("user: Make 1. ")
+
+
 def with_added(folder: Path, source: Path, last: int) -> Path:
     """The model, with a token of this id added to its tokenizer."""
     shutil.copytree(source, folder)
