@@ -28,7 +28,7 @@ from policies.files import (
     write_json,
     write_tensors,
 )
-from policies.language.comparison import check_alike
+from policies.language.comparison import ADVICE, check_alike
 from policies.lora import AdaptedModel
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
 from policies.torchvision_operators import import_torchvision
@@ -88,7 +88,7 @@ class CausalModel(AdaptedModel):
                 "its language model is a part of it: save that part alone, as a causal language model of transformers"
             )
         if not any(isinstance(module, nn.ModuleList) for module in self.decoder.children()):
-            raise PolicyError(f"{type(self.decoder).__name__} has no list of layers")
+            raise PolicyError(f"{type(self.decoder).__name__} has no list of layers. {ADVICE}")
         if config._attn_implementation not in ("sdpa", "eager"):
             raise PolicyError(f"its attention is {config._attn_implementation}, and supported are sdpa and eager")
         self.windows()
@@ -282,7 +282,9 @@ def _read_weights(model: CausalModel, folder: Path) -> None:
     try:
         tensors = shards.read(expected | {name: state[name] for name in twice})
     except PolicyError as error:
-        raise PolicyError(f"{error}{_of_joined(model.network)}") from error
+        other_names = set(shards.files) != expected.keys() | twice.keys()
+        hint = _of_joined(model.network) or (_of_other_names(model.network) if other_names else "")
+        raise PolicyError(f"{error}{hint}") from error
     for name, first in twice.items():
         if not torch.equal(tensors[name], tensors[first]):
             raise PolicyError(
@@ -308,6 +310,14 @@ def _of_joined(network: Any) -> str:
     return (
         f". {type(network).__name__} computes with other tensors than its files hold, as mixtures of experts do: these "
         "are not supported; choose a dense model"
+    )
+
+
+def _of_other_names(network: Any) -> str:
+    """The end of a message about tensors that are missing or not expected."""
+    return (
+        f". If the files are whole, {type(network).__name__} is of a family whose files name tensors otherwise than it "
+        f"does, which is not supported. {ADVICE}"
     )
 
 

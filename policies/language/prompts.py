@@ -106,7 +106,7 @@ class Prompts:
         try:
             told = self._chatted(PROBE)
         except Exception as error:  # of jinja2, or of the template itself
-            what = f"{where} cannot be applied: {str(error)[:SHOWN_ERROR] or type(error).__name__}"
+            what = f"{where} cannot be applied: {str(error)[:SHOWN_ERROR].rstrip('.') or type(error).__name__}"
             if self._system and self._applies_without_system():
                 mend = (
                     "it takes no system message: unset policy.options.system, or put its text in policy.options.prompt"

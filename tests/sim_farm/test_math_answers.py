@@ -141,6 +141,37 @@ def test_the_final_expression_of_an_answer(text: str, final: str):
 
 
 @needs_package
+@pytest.mark.parametrize(
+    ("answer", "expected", "right"),
+    [
+        ("The answer is 72 clips.", "72", True),
+        ("The answer is 3 + 69 = 72 clips.", "72", True),
+        ("The answer is the sum of 3 and 69, which is 72.", "72", True),
+        ("The answer is 2 pi", "2", False),
+        ("The answer is 3 million", "3", False),
+        ("answer: between 3 and 72", "72", False),
+        ("answer: less than 72", "72", False),
+        ("answer: 2 hours and 30 minutes", "30", False),
+        (r"\boxed{B. 42}", "B", True),
+        (r"\boxed{\textbf{(B) } 42}", r"\text{(B)}", True),
+        (r"\boxed{B. 42}", "A", False),
+        (r"\boxed{(A) and (B)}", "A", False),
+        (r"\boxed{A. or B.}", "A", False),
+        (r"\boxed{5, 5}", "5", False),
+        (r"\boxed{5}", "5, 5", False),
+        (r"\boxed{5} and $\boxed{5}$", "5", True),
+        (r"\boxed{x=\pm 2}", "2,-2", True),
+        (r"\boxed{AB}", "BA", False),
+        (r"\boxed{yx}", "xy", True),
+        (r"\boxed{50\%}", "50", True),
+        (r"\boxed{72}", "So she has 5 clips.\n#### 72", True),
+    ],
+)
+def test_units_choices_and_lists(answer: str, expected: str, right: bool):
+    assert math_equal(answer, expected) == float(right)
+
+
+@needs_package
 def test_a_column_without_answers_is_refused(tmp_path):
     path = tmp_path / "file.jsonl"
     path.write_text(2 * (json.dumps({"prompt": "1+1?", "answer": "so " + "x" * 3000}) + "\n"))

@@ -1,10 +1,14 @@
 r"""The verifier `math`: whether an answer equals the expected expression, by the package math-verify.
 
 The expected answer is one expression as MATH's and MATH-500's `answer` column has it: LaTeX without dollars
-(`3\sqrt{13}`), a plain number, or words. Of the policy's answer the final expression counts: the last `\boxed{...}`;
-else what follows the last "answer is" or "answer:"; else the last formula between dollars; else the whole text, or in
-prose its last number. Both are read as a whole: an expression that math-verify reads in part, or not at all, equals one
-of the same text alone.
+(`3\sqrt{13}`), a plain number, or words; or a solution with it in its last `\boxed{...}` or behind `####`. Of the
+policy's answer the final expression counts: the last `\boxed{...}`; else what follows the last "answer is" or
+"answer:"; else the last formula between dollars; else the whole text, or in prose its last number. A unit after a
+number is left out, and so is a percent sign, as in MATH's answers: 50% equals 50 and 1/2.
+
+Both are read as a whole: an expression that math-verify reads in part, or not at all, equals one of the same text
+alone. So do capital letters, which are names and no product (AB is not BA). A choice may have what it says behind its
+letter (`B. 42`). One value equals no list of values.
 """
 
 from __future__ import annotations
@@ -28,6 +32,13 @@ JOINED = re.compile(r"[\s$,;]*(?:\band\b|\bor\b)?[\s$]*")
 """What may stand between two parts of one answer: `\\boxed{1}` and `\\boxed{2}`."""
 WORDS = re.compile(r"(?<![\\a-zA-Z])(?!(?:and|or)\b)[a-zA-Z]{2,}[\s,.]+\w")
 NUMBER = re.compile(r"(?<![\w.\\{(\[])[-+]?\$?(?:\d[\d,]*\.?\d*|\.\d+)(?:/\d+)?(?:\s*\\?%)?(?![\w\\^/{}()\]]|[.,]\d)")
+UNIT = re.compile(
+    rf"({NUMBER.pattern})\s+(?!(?:pi|sqrt|times|over|squared|cubed|factorial|half|percent|dozen|or|and|to|hundred|thousand|"
+    r"[mbtr]+illion)\b)[a-zA-Z]{2,}"
+)
+"""A number with the word that it counts."""
+OPEN = re.compile(r"(?:\d[\d.,/]*\s*(?:[a-zA-Z%$]+\s+)?(?:and|or|nor|to)|\b(?:than|not|except))\s+$", re.IGNORECASE)
+"""What before an announced number makes it a part of the answer: `between 3 and`, `less than`."""
 NAMES = r"text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|hbox|operatorname"
 LITERAL = re.compile(
     rf"\d\s*:\s*\d|\d_|\b[0-9A-F]{{2,}}_|\\circ\}}?\s*\d|(?<![_^\d])\d+\s+\d|\d\s*'|\\(?:{NAMES})\s*\{{[^{{}}]*\}}\s*\d"
@@ -51,6 +62,11 @@ PERCENT = re.compile(rf"(?:\\?%|\\(?:{NAMES})\s*\{{\s*percent(?:age)?\s*\}}|\bpe
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 CHOICE = re.compile(r"\(([a-z])\)")
 """A letter between brackets, as of multiple choice, in a normalised text."""
+LETTER = re.compile(r"[A-J]")
+OPTION = re.compile(r"\(?([A-J])\)?\s*(?:[.:]|(?<=\)))\s*(?!.*\b[A-J]\b)\S.*", re.DOTALL)
+"""The letter of a choice, and what it says, in which no other letter stands."""
+CAPITALS = re.compile(r"[A-Z]{2,}")
+GROUP = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
 
 
 def check_package() -> None:
@@ -64,7 +80,7 @@ def check_package() -> None:
 
 def math_equal(answer: str, expected: str) -> float:
     """1.0 if the answer's final expression equals the expected one, 0.0 otherwise."""
-    gold, of_hundred = _spelled(_boxed(expected) or _bare(expected))
+    gold, of_hundred = _spelled(_boxed(expected) or _bare(expected.rpartition("####")[2]))
     tagged = TAGS.findall(answer)
     answer = (tagged[-1] if tagged else answer).rpartition("####")[2]
     found, found_of_hundred = _spelled(_final(answer))
@@ -72,7 +88,12 @@ def math_equal(answer: str, expected: str) -> float:
         return 0.0
     if _normal(gold) in (_normal(found), _normal(_spelled(_bare(answer))[0])):
         return 1.0
-    if LITERAL.search(gold) or LITERAL.search(found):
+    letter, option = _named(gold).strip("() "), OPTION.fullmatch(_named(found).strip())
+    if LETTER.fullmatch(letter) and option:
+        return float(option[1] == letter)
+    if LITERAL.search(gold) or LITERAL.search(found) or _one_of_several(gold, found) or _one_of_several(found, gold):
+        return 0.0
+    if CAPITALS.fullmatch(gold) and CAPITALS.fullmatch(found):
         return 0.0
     if _verified(found, gold):
         return 1.0
@@ -107,10 +128,12 @@ def _final(answer: str) -> str:
     if formulas := list(FORMULA.finditer(last)):
         return _last_joined([(one.start(), one.end(), _content(one)) for one in formulas], last)
     line = last.splitlines()[0] if announced and last else last
-    if not WORDS.search(line):
+    if counted := UNIT.fullmatch(_bare(line).rpartition("=")[2].strip()):
+        return _bare(counted[1])
+    numbers = list(NUMBER.finditer(line)) if WORDS.search(line) else []
+    if not numbers or (announced and OPEN.search(line[: numbers[-1].start()])):
         return _bare(line)
-    numbers = NUMBER.findall(line)
-    return _bare(numbers[-1] if numbers else line)
+    return _bare(numbers[-1][0])
 
 
 def _boxed(text: str) -> str | None:
@@ -134,7 +157,7 @@ def _last_joined(parts: list[tuple[int, int, str]], text: str) -> str:
         if not JOINED.fullmatch(text[part[1] : joined[0][0]]):
             break
         joined.insert(0, part)
-    return ",".join(_bare(content) for _, _, content in joined if content.strip())
+    return ",".join(dict.fromkeys(_bare(content) for _, _, content in joined if content.strip()))
 
 
 def _content(formula: re.Match[str]) -> str:
@@ -157,9 +180,22 @@ def _spelled(text: str) -> tuple[str, bool]:
     return text.replace(",", "").replace(" ", "") if THOUSANDS.fullmatch(text) else text, percentage
 
 
+def _one_of_several(one: str, several: str) -> bool:
+    """True if the first is one value, and the second has a comma outside brackets."""
+    outer = several
+    while (inner := GROUP.sub("", outer)) != outer:
+        outer = inner
+    return "," in outer and "," not in one and "\\pm" not in one and "\\mp" not in one
+
+
+def _named(text: str) -> str:
+    """The expression without commands around its words."""
+    return re.sub(rf"\\(?:{NAMES})\s*\{{([^{{}}]*)\}}", r"\1", text)
+
+
 def _normal(text: str) -> str:
     """The expression for a comparison of texts."""
-    text = re.sub(rf"\\(?:{NAMES})\s*\{{([^{{}}]*)\}}", r"\1", text)
+    text = _named(text)
     text = re.sub(r"([_^])\{(\w)\}", r"\1\2", text)
     text = "".join(re.sub(r"(?<=\d)\s+(?=\d)", "|", text).split()).casefold().rstrip(".")
     choice = CHOICE.fullmatch(text)

@@ -159,7 +159,8 @@ def test_a_window_that_is_left_out_is_noticed_whatever_its_size(
         ("bloom", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM cannot be computed in shared lines"),
         ("gpt2", {}, "GPT2LMHeadModel cannot be computed in shared lines"),
         ("mamba", {}, "layers of the type linear_attention, and supported are full_attention"),
-        ("opt", {"word_embed_proj_dim": 64}, "OPTModel has no list of layers"),
+        ("opt", {"word_embed_proj_dim": 64}, "OPTModel has no list of layers. Choose a checkpoint of another family"),
+        ("gpt_neox", {}, "GPTNeoXForCausalLM is of a family whose files .*. Choose a checkpoint of another family"),
         ("mixtral", {"num_local_experts": 2}, "MixtralForCausalLM computes with other tensors .* choose a dense model"),
     ],
 )
