@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from policies.contract import PolicyError
 from policies.errors import shown
-from policies.files import SHOWN_ERROR
+from policies.files import SHOWN_ERROR, read_json
 from policies.language.generation_settings import GenerationSettings
 from policies.torchvision_operators import import_torchvision
 
+_log = logging.getLogger(__name__)
 MOST_KNOWN = 4096
 """Prompts whose tokens are kept."""
 PLACE, SHORT_PLACE = "{prompt}", "{}"
 """Where the instruction stands in a template."""
+OWN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of the class that reads tokenizer.json as it is."""
 PROBE = "Make 29 from 13, 14, 2."
 """A user's message that a chat template is tried with."""
 TEMPLATE_FILE = "chat_template.jinja"
@@ -64,6 +69,7 @@ class Prompts:
             self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers raises anything for what it has not thought of
             raise PolicyError(f"{folder} has no tokenizer that can be read: {str(error)[:SHOWN_ERROR]}") from error
+        _compare_class(folder)
         if self._tokenizer.eos_token_id is None:
             raise PolicyError(f"{folder}/tokenizer_config.json names no eos_token: an answer could not end")
         if chat and not self._tokenizer.chat_template:
@@ -129,3 +135,28 @@ class Prompts:
         if self._chat:
             return self.encode(self._chatted(text)) or [self.end]
         return self._tokenizer.encode(text) or [self.end]
+
+
+@cache
+def _compare_class(folder: Path) -> None:
+    """Warn once per process where the class that tokenizer_config.json names reads other tokens than tokenizer.json
+    says, as it may have settings of its own, such as a token that begins a sequence."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = folder / "tokenizer_config.json"
+    named = read_json(file).get("tokenizer_class") if file.is_file() else None
+    if named is None or named in OWN_CLASSES:
+        return
+    try:
+        other, own = (
+            one.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).encode(PROBE)
+            for one in (AutoTokenizer, PreTrainedTokenizerFast)
+        )
+    except Exception:  # as where its class is not transformers' own: there is nothing to compare with
+        return
+    if other != own:
+        _log.warning(
+            "%s",
+            f"{file} names {named}, which reads {PROBE!r} as the tokens {other}, and tokenizer.json as {own}: the "
+            f"latter are used. Read an export's tokenizer with {OWN_CLASSES[0]}, not AutoTokenizer",
+        )

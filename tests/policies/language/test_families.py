@@ -346,6 +346,20 @@ def test_a_chat_template_without_a_system_role_tells_the_user_s_message(tmp_path
     assert prompts.tokens("Make 1.") == prompts.encode("user: Make 1. ")
 
 
+def test_a_tokenizer_s_class_that_reads_other_tokens_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text())
+    for name, said in (("PreTrainedTokenizerFast", 0), ("LlamaTokenizer", 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(MODEL / "tokenizer.json", folder / "tokenizer.json")
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+        caplog.clear()
+        one, _ = (Prompts(folder, chat=False, system="", template="{}") for _ in range(2))
+        assert len([text for text in caplog.messages if f"names {name}, which reads" in text]) == said
+        assert one.tokens("Make 1.") == Prompts(MODEL, chat=False, system="", template="{}").tokens("Make 1.")
+
+
 def with_added(folder: Path, source: Path, last: int) -> Path:
     """The model, with a token of this id added to its tokenizer."""
     shutil.copytree(source, folder)
