@@ -11,7 +11,7 @@ from typing import Any
 
 from policies.contract import PolicyError
 from policies.errors import shown
-from policies.files import SHOWN_ERROR, read_json
+from policies.files import CONFIG, SHOWN_ERROR, read_json
 from policies.language.generation_settings import GenerationSettings
 from policies.torchvision_operators import import_torchvision
 
@@ -144,15 +144,16 @@ def _compare_class(folder: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     file = folder / "tokenizer_config.json"
-    named = read_json(file).get("tokenizer_class") if file.is_file() else None
-    if named is None or named in OWN_CLASSES:
+    settings = [read_json(one) for one in (file, folder / CONFIG) if one.is_file()]
+    named = settings[0].get("tokenizer_class") if file.is_file() else None
+    if named is None or named in OWN_CLASSES or any("auto_map" in one for one in settings):  # which is code of its own
         return
     try:
         other, own = (
-            one.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).encode(PROBE)
+            one.from_pretrained(str(folder), local_files_only=True).encode(PROBE)
             for one in (AutoTokenizer, PreTrainedTokenizerFast)
         )
-    except Exception:  # as where its class is not transformers' own: there is nothing to compare with
+    except Exception:  # transformers raises anything, and then there is nothing to compare with
         return
     if other != own:
         _log.warning(
