@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import weakref
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scipy.stats import linregress
 
 from sim_farm.backends.libero import tasks
 from sim_farm.backends.libero.assets import assets
+from sim_farm.backends.libero.environment import shared_model
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.conformance.checks import name_of
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
@@ -304,6 +306,20 @@ def test_a_closed_environment_frees_its_memory_at_once() -> None:
                 physics.step(random_actions(2))
                 assert _addresses() - before > 1e9, "the measure does not see an environment"
         assert _addresses() - before < 1e9, "closed environments keep their memory"
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_nobody_keeps_is_freed_at_once() -> None:
+    """Also without the garbage collector, which ninety tasks in turn would have to wait for: 240 MB each."""
+    gc.disable()
+    try:
+        with closing(LiberoPhysics(TaskSpec(BOWL, cameras=()))) as physics:
+            assert physics._own is not None
+            model = weakref.ref(physics._own.user.shared)
+        del physics
+        shared_model.cache_clear()
+        assert model() is None
     finally:
         gc.enable()
 

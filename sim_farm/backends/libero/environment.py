@@ -92,18 +92,20 @@ class SharedModel:
         """Names of its bodies, joints, sites, ... without those of meshes, textures and materials (`bare`)."""
         self.parts_dim = parts_dim
         """Numbers of the state that belong to objects and fixtures."""
-        self._user: ModelUser | None = None
+        # Users hold the model: that it held one would keep hundreds of megabytes until the garbage collector runs.
+        self._user: Callable[[], ModelUser | None] = lambda: None
 
     def hand_to(self, user: ModelUser) -> None:
         """Put the user's fields into the model, after keeping those of its last user."""
-        if self._user is user:
+        last = self._user()
+        if last is user:
             return
-        if self._user is not None:
-            for name, kept in self._user.fields.items():
+        if last is not None:
+            for name, kept in last.fields.items():
                 kept[...] = getattr(self.model, name)
         for name, kept in user.fields.items():
             getattr(self.model, name)[...] = kept
-        self._user = user
+        self._user = weakref.ref(user)
 
 
 class ModelUser:
@@ -153,7 +155,18 @@ def _compiled(task: LiberoTask) -> SharedModel:
 
     env = _build(task, compile_model)
     model, pristine, names = compiled[0]
-    return SharedModel(model, pristine, names, sum(7 + len(joints) for _, joints in parts(env)))
+    shared = SharedModel(model, pristine, names, sum(7 + len(joints) for _, joints in parts(env)))
+    free(env)
+    compiled.clear()  # its closure is among those objects
+    return shared
+
+
+def free(env: Any) -> None:
+    """Free MuJoCo's data and model of a robosuite environment now: its objects refer to each other, and the garbage
+    collector, which would free them some time, does not see how much memory hangs on them."""
+    env.robots[0].controller.__dict__.clear()
+    env.sim.data._data = None
+    env.__dict__.clear()
 
 
 def _fields(model: mujoco.MjModel) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ from sim_farm.backends.libero.environment import (
     callers_generator,
     camera_names,
     fast_contact_check,
+    free,
     parts,
     shared_model,
     stream_of,
@@ -66,11 +67,6 @@ class _Loaded:
     progress: Progress | None
     recorded_model: RecordedModel
     home: Any
-
-    def free(self) -> None:
-        self.env.robots[0].controller.__dict__.clear()
-        self.env.sim.data._data = None
-        self.env.__dict__.clear()
 
 
 class LiberoPhysics:
@@ -250,17 +246,15 @@ class LiberoPhysics:
         return self._result([], [], False, False)
 
     def close(self) -> None:
-        """Free MuJoCo's data now: robosuite's objects refer to each other, and the garbage collector, which would
-        free them some time, does not see how much memory hangs on them."""
         self._steps_left, self._control, self._seen = 0, None, None
         self._free_variant()
         if self._own is not None:
-            self._own.free()
+            free(self._own.env)
         self._own = self._current = self._env = self._data = self._sensors = self._progress = None
 
     def _free_variant(self) -> None:
         if self._current is not None and self._current is not self._own:
-            self._current.free()
+            free(self._current.env)
 
     def _gain(self) -> float:
         """Gain of the goal's progress since the last call; 0 if the reward is sparse."""
