@@ -65,9 +65,9 @@ def train(
 
     `config` is a configuration, or the name of one; `settings` are other values of its settings by their keys
     (`{"optim.policy_lr": 1e-4}`). `callbacks` see each iteration's metrics, and may log, save and stop. With `resume`
-    the run of this name goes on from its newest checkpoint. Of a configuration that is named, it takes `settings`
-    alone and keeps its own others; of a `Config`, which is complete, all. What differs is said and recorded; another
-    seed, task or policy raises `UserError`.
+    the run of this name goes on from its newest checkpoint. If `config` is a name, the run takes `settings` and
+    keeps its own values for all others; a `Config` is complete and replaces them all. Differences are printed and
+    recorded; another seed, task or policy raises `UserError`.
     """
     from embodied.commands.train import continued_run, train_run
     from embodied.config.files import with_settings

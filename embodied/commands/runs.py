@@ -36,8 +36,9 @@ HEAD = ("run", "policy on task", "state", "success", "return", "env steps", "tim
 
 @dataclass(frozen=True)
 class Arguments:
-    """List the runs below a folder: what each trains, its state, its success and return in so many episodes of its
-    evaluation, or else in the last training episodes, env steps, seconds of iterations, and when it wrote last."""
+    """List the runs below a folder: what each trains, its state, its success and return with the number of
+    evaluated episodes (or those of the last training episodes), env steps, seconds of iterations, time of the last
+    write."""
 
     runs_dir: Path = RUNS
     """Folder of the runs."""
@@ -74,7 +75,7 @@ class Listed:
 
     @property
     def stopped(self) -> bool:
-        """True if it has not come to its end, and no process trains into the folder."""
+        """True if the run is unfinished and no process trains into its folder."""
         return self.state.startswith(STOPPED)
 
     @property

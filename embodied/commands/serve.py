@@ -65,7 +65,7 @@ async def _until_ended(server: PolicyServer, bound: socket.socket, loaded: Loade
 
 
 def _conventions(loaded: LoadedPolicy) -> str:
-    """What its clients have to show and to execute, on a line of its own."""
+    """A line on the pictures that clients must show and the actions that they must execute."""
     env, cameras = loaded.config.env, loaded.spec.cameras
     shows = f"show pictures {env.orientation}" if cameras else ""
     takes = f"take the gripper as {env.gripper}" if cameras or env.gripper != "simulator" else ""

@@ -104,7 +104,7 @@ def _says(message: str) -> str:
 
 
 def _as_a_share(item: Any) -> str:
-    """What a percentage is as a share, where a number that is at most 1 was given as one."""
+    """The end of a message: the share for a percentage that was given to a setting of at most 1; else empty."""
     given, most = item["input"], item.get("ctx", {}).get("le", item.get("ctx", {}).get("lt"))
     with suppress(TypeError, ValueError):  # a text may be a number, too
         if most == 1 and 2 <= float(given) <= 100:
@@ -606,8 +606,8 @@ class EvalConfig(Section):
     or `words:INSTRUCTION@STEP`. A trial and its repetition are equal until that env step."""
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
-    each, and as many without. None: as the protocol says, or 100; under perturbations 50; of a file of problems no more
-    than it has. These are asked in their order."""
+    each, and as many without. None: as the protocol says, or 100; under perturbations 50; at most the number of
+    problems of a file, which are asked in its order."""
     attempts: Annotated[int, Field(ge=1)] = 1
     """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
     of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""

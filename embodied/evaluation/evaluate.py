@@ -63,7 +63,7 @@ from sim_farm.shared_memory.slot_layout import FarmSpec
 
 RESULT = "eval.json"
 OF_EPISODES = ("trials", "sha256", "hardware", "simulators")
-"""What may differ in the protocols of two evaluations of which the one with more episodes says more."""
+"""Entries in which two protocols may differ while the evaluation with more episodes replaces the other."""
 PAIRS = 4
 """Columns of a film of differences."""
 

@@ -151,7 +151,7 @@ def protocol_of(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _compared(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """What two evaluations must have alike for their results to be averaged."""
+    """The protocol's entries that must be equal before results of two evaluations are averaged."""
     left_out = ("seed", "sha256", "hardware", "simulators")
     return {key: value for key, value in protocol.items() if key not in left_out}
 

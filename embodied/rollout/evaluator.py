@@ -358,7 +358,7 @@ class _Deciding:
 
 
 def _digest(seen: Observations, row: int) -> str:
-    """Of all that is observed in a row, cut to 64 bits."""
+    """Digest of everything that the row observes: sha256, cut to 64 bits."""
     found = hashlib.sha256(seen.instruction[row].encode())
     for numbers in (seen.state[row], seen.proprio[row], *(frames[row] for frames in seen.frames.values())):
         found.update(np.ascontiguousarray(numbers).tobytes())

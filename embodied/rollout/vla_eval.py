@@ -95,7 +95,7 @@ ACTION_SPEC = {
     "rotation": {"name": "rotation", "dims": 3, "format": "axis_angle", "range": [-3.15, 3.15]},
     "gripper": {"name": "gripper", "dims": 1, "format": "binary_close_positive", "range": [-1, 1]},
 }
-"""What a policy of LIBERO answers, in the words by which vla-eval compares a server with a benchmark."""
+"""Format of the actions of LIBERO's policies, in the terms by which vla-eval compares a server with a benchmark."""
 SEEN = {"name": "image", "dims": 0, "format": "rgb_hwc_uint8"}
 STATE = {"name": "state", "dims": 8, "format": "eef_pos3_axisangle3_gripper2"}
 
@@ -111,7 +111,7 @@ class Conversion:
     pictures: Mapping[str, str] = field(default_factory=dict)
     """Names of the client's pictures by the policy's cameras; empty: they come in the cameras' order."""
     shows: Mapping[str, Any] = field(default_factory=dict)
-    """What the benchmark is asked to show."""
+    """Observations that the benchmark is asked to send."""
     specs: Mapping[str, Any] = field(default_factory=dict)
     """Entries of the answer to hello by which the client compares both."""
     note: str = ""

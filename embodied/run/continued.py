@@ -27,7 +27,7 @@ OPTION = "policy.options."
 VERBS = {"rl": "train", "sft": "sft"}
 """The verb that makes a run of a stage."""
 AMOUNTS = {"rl": "iterations", "sft": "steps"}
-"""What a run of a stage does one by one."""
+"""The unit of progress of a stage, in the plural."""
 EARLIER = "config.until-"
 """Begins the name of the file with the settings of earlier iterations."""
 LEARNING = ("workflow", "rollout", "advantage", "loss", "optim", "reward")

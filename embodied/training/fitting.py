@@ -1,4 +1,4 @@
-"""Whether a policy fits its tasks, before a worker starts: as far as sizes are known in a fraction of a second."""
+"""The check that a policy fits its tasks, before a worker starts: with the sizes that are known at once."""
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ class StandstillWatch:
         return lasting and bool(self.iterations) and _only_broken(self._last)
 
     def at_end(self) -> str | None:
-        """What to say of a run that ends now; None where its last iterations have learned."""
+        """The warning at the end of a run; None where its last iterations have learned."""
         if self.iterations < STANDSTILL and (self.learned or not self.iterations):
             return None
         return ("nothing was learned: " if not self.learned else "") + self._sentence()
