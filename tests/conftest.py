@@ -35,7 +35,7 @@ gc.disable()  # until `pytest_collection_finish`
 
 RAY = "ray_runtime"
 """Fixture of the Ray that files share."""
-WITH_RAY = (RAY, "tests.embodied.planned", "tests.embodied import planned")
+WITH_RAY = (RAY, "tests.embodied.support.planned", "tests.embodied import planned")
 """Words of a file that uses it: its name, and imports of fixtures that use it."""
 CLOSING = "test_closing_leaves_no_process_and_no_shared_memory"
 """Test that closes it; another file would have to start it again."""

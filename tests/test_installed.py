@@ -22,8 +22,8 @@ import yaml
 from embodied.config.files import CONFIGS
 from embodied.reporting.metrics import read
 from sim_farm.workers import faults
-from tests.embodied import stranger
-from tests.embodied.test_resume import assert_same_run
+from tests.embodied.run.test_resume import assert_same_run
+from tests.embodied.support import stranger
 
 ROOT = Path(__file__).parent.parent
 FILES = ("embodied_command.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")

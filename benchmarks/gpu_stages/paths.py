@@ -1,7 +1,7 @@
 """Stage `paths`: tiny runs on the GPU beside the same on the CPU, inline and on Ray.
 
-The tests see a GPU that is pretended (`tests/embodied/pretend_device.py`); here the same ways are gone on the real one.
-Arithmetic rounds otherwise there, so results are equal within a tolerance:
+The tests use a pretended GPU (`tests/embodied/support/pretend_device.py`). This stage runs the same code on a real one.
+Arithmetic rounds differently there, so results are equal within a tolerance:
 
 - the first rollout: values and log-probs within `ROLLOUT_TOLERANCE`, all but `DIFFERENT_DECISIONS` of the decisions
   equal in their rewards (a sampled token may tip over at a tie, and the episode with it);

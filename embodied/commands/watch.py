@@ -36,7 +36,7 @@ from embodied.reporting.run_record import RETURN, ReportError, RunFolder, read_r
 from embodied.run import RUNS
 from embodied.run.continued import command
 
-HOST, PORT = "127.0.0.1", 8765
+HOST, PORT, LAST_PORT = "127.0.0.1", 8765, 65535
 ROWS = 5
 """Latest iterations that the list shows of a run that trains."""
 EVERY_MS = 2000
@@ -80,6 +80,7 @@ class Arguments:
 
 def run(args: Arguments) -> dict[str, Any]:
     """Serve the page until Ctrl-C."""
+    check_port(args.port)
     check_folder(args.runs_dir, "as `embodied watch FOLDER`")
     with serving(args.runs_dir, args.port) as server:
         address = f"http://{HOST}:{server.server_port}/"
@@ -89,6 +90,12 @@ def run(args: Arguments) -> dict[str, Any]:
         except KeyboardInterrupt:
             print()  # below the terminal's ^C
     return {"runs_dir": str(args.runs_dir), "address": address}
+
+
+def check_port(port: int) -> None:
+    """Raise `UserError` for a number that no port has."""
+    if not 0 <= port <= LAST_PORT:
+        raise UserError(f"--port is from 0 (a free one) to {LAST_PORT}, got {port}")
 
 
 class Server(ThreadingHTTPServer):
@@ -104,8 +111,6 @@ def serving(runs_dir: Path, port: int) -> Server:
     """A server of the page. Raises `UserError` where the port cannot be had."""
     try:
         return Server((HOST, port), partial(Pages, runs_dir, Lock()))
-    except OverflowError as error:
-        raise UserError(f"--port is from 0 (a free one) to 65535, got {port}") from error
     except OSError as error:
         used = error.errno == errno.EADDRINUSE
         why = "is in use, perhaps by another `embodied watch`" if used else f"cannot be had ({error.strerror})"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sim_farm.shared_memory.memory import FOLDER
-from tests.embodied.pretend_device import GPU_BYTES, PretendDevice
+from tests.embodied.support.pretend_device import GPU_BYTES, PretendDevice
 
 ZOMBIE = psutil.STATUS_ZOMBIE
 PROPERTIES = SimpleNamespace(total_memory=GPU_BYTES, uuid="pretence")

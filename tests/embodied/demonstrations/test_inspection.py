@@ -39,7 +39,7 @@ from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics
 from tests.embodied.demonstrations.examples import FOREIGN, write
 from tests.embodied.demonstrations.test_fuzzed_datasets import as_parquet
-from tests.embodied.expert import record_reach
+from tests.embodied.support.expert import record_reach
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import few_or_many, holds
 

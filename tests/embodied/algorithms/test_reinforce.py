@@ -1,0 +1,128 @@
+"""REINFORCE++ and overlong punishment: what is made of episodes of a real rollout, and that a run learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from embodied.algorithms.estimators import judged, outcomes, reinforce
+from embodied.config.schema import Config
+from embodied.errors import UserError
+from embodied.reporting.metrics import read
+from embodied.training.preflight import check_components
+from embodied.trajectories.batch import Trajectories, join_columns
+from tests.embodied.run.test_resume import run as train
+from tests.embodied.support import episode_parts
+from tests.embodied.support.episode_parts import LIMIT, SIZE, episodes_in_parts
+
+skilled = episode_parts.skilled  # the fixture: a policy that solves some episodes
+
+
+def config_of(**changes: Any) -> Config:
+    return episode_parts.config_of(**{"workflow": "reinforce", **changes})
+
+
+@pytest.fixture(scope="module")
+def batch(skilled: Path, tmp_path_factory: pytest.TempPathFactory) -> Trajectories:
+    """An iteration's episodes, side by side."""
+    return join_columns(episodes_in_parts(config_of(), tmp_path_factory.mktemp("episodes"), skilled))
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_every_decision_has_what_is_left_of_its_episode_normalised_over_all(baseline: str, batch: Trajectories) -> None:
+    found = reinforce(batch, config_of(advantage={"baseline": baseline, "outcome": "return"}))
+    assert batch.episode_group is not None
+    literal: dict[tuple[int, int], float] = {}
+    score = [float(batch.reward[batch.mask[:, b], b].double().sum()) for b in range(len(batch.episode_group))]
+    for b, group in enumerate(batch.episode_group.tolist()):
+        members = [score[i] for i, name in enumerate(batch.episode_group.tolist()) if name == group]
+        assert len(members) == SIZE
+        for t in batch.mask[:, b].nonzero()[:, 0].tolist():
+            literal[t, b] = score[b] - (sum(members) / SIZE if baseline == "group" else 0.0)
+    values = torch.tensor(list(literal.values()), dtype=torch.float64)
+    expected = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for (t, b), value in literal.items():
+        expected[t, b] = (value - values.mean()) / values.std()
+    torch.testing.assert_close(found.advantage.double(), expected, atol=1e-5, rtol=1e-4)
+    assert torch.equal(found.keep, batch.mask)
+
+
+def test_the_divergence_of_what_is_still_to_come_is_taken_off(batch: Trajectories) -> None:
+    """A reference that is less likely by a constant in every executed element costs more the longer the rest is."""
+    apart = replace(batch, reference_log_prob=batch.log_prob - 0.01)
+    config = config_of(advantage={"outcome": "success", "reward_kl": 0.5})
+    found = reinforce(apart, config).advantage
+    left = (batch.executed * batch.mask).flip(0).cumsum(0).flip(0)  # env steps from each decision on
+    expected = outcomes(batch, config.advantage)[None] - 0.5 * 0.01 * 3 * left
+    chosen = expected[batch.mask]
+    expected = (expected - chosen.mean()) / chosen.std()
+    torch.testing.assert_close(found[batch.mask], expected[batch.mask], atol=1e-4, rtol=1e-4)
+
+
+def test_long_episodes_lose_of_their_outcome(batch: Trajectories) -> None:
+    plain = outcomes(batch, config_of().advantage)
+    found = judged(batch, config_of(advantage={"overlong_margin": 4}))
+    length = (batch.executed * batch.mask).sum(0)
+    assert (length == LIMIT).any() and (length <= LIMIT - 4).any()
+    torch.testing.assert_close(plain - found, ((length - (LIMIT - 4)) / 4).clamp(0, 1).float())
+
+
+@pytest.mark.parametrize("limit", [None, 9])
+def test_a_margin_without_a_limit_is_refused(limit: int | None, batch: Trajectories) -> None:
+    config = config_of(env={"max_episode_steps": limit}, advantage={"overlong_margin": 10})
+    with pytest.raises(UserError, match=f"max_episode_steps of tabletop/reach {limit or 'not set'}"):
+        judged(batch, config)
+
+
+def test_a_divergence_without_a_reference_is_refused() -> None:
+    for workflow in ("reinforce", "grpo_reference", "ppo_reference"):
+        with pytest.raises(UserError, match="advantage.reward_kl is 0.1, .* set workflow to reinforce_reference"):
+            check_components(config_of(workflow=workflow, advantage={"reward_kl": 0.1}))
+    check_components(config_of(workflow="reinforce_reference", advantage={"reward_kl": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"workflow": "ppo", "advantage": {"overlong_margin": 4}}, "no outcome of an episode"),
+        ({"env": {"max_episode_steps": None}, "advantage": {"overlong_margin": 4}}, "not set"),
+        (
+            {"extra_tasks": [{"task": "tabletop/push", "max_episode_steps": 3}], "advantage": {"overlong_margin": 4}},
+            "tabletop/push 3",
+        ),
+        ({"rollout": {"max_episodes_per_env": 4}}, "has no comparison within episode groups"),
+        (
+            {
+                "workflow": "ppo",
+                "rollout": {"episodes_per_env": 1, "episode_group": 8},
+                "advantage": {"outcome": "success"},
+                "optim": {"critic_warmup": 3},
+            },
+            "3 of 3 iterations: the policy would never learn",
+        ),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused_before_a_worker_starts(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_components(config_of(**changes))
+
+
+LEARNING: dict[str, Any] = {
+    "iterations": 12,
+    "env": {"num_envs": 32, "max_episode_steps": 20},
+    "rollout": {"episode_group": 4, "episodes_per_env": 1},
+    "optim": {"epochs": 2, "minibatch": 256, "policy_lr": 3e-3},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workflow", ["reinforce", "reinforce_reference"])
+def test_the_return_rises(workflow: str, tmp_path: Path) -> None:
+    advantage = {"baseline": "group", "reward_kl": 0.001 if "reference" in workflow else 0.0}
+    train(config_of(workflow=workflow, name="run", advantage=advantage, **LEARNING), tmp_path / "run")
+    returns = [row["env/return"] for row in read(tmp_path / "run")]
+    assert sum(returns[-3:]) / 3 > returns[0] + 0.15, returns

@@ -1,0 +1,99 @@
+"""A run that is killed, wherever it is, goes on with --resume auto to what it would have been: bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodied.config.files import load_config
+from tests.embodied.run.test_resume import STATES, assert_same_run
+from tests.embodied.support.episode_parts import config_of as grpo
+from tests.embodied.support.killed_run import Killed, Moments, run
+from tests.variants import often
+
+PPO = {**STATES, "iterations": 6, "checkpoint_every": 2}
+GRPO = {
+    **grpo(iterations=4, rollout={"episodes_per_env": 2}).model_dump(mode="json"),
+    "checkpoint_every": 1,
+    "runtime": {"mode": "inline", "trace": False},
+}
+
+
+def tiny_vla() -> dict[str, Any]:
+    """OpenVLA's network at a toy's size, with a LoRA adapter: the adapter alone is trained."""
+    data = load_config("openvla_tiny").model_dump(mode="json")
+    changes = {
+        "env": {"num_envs": 2, "max_episode_steps": 4},
+        "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
+        "rollout": {"decisions": 6},
+        "runtime": {"mode": "inline", "trace": False},
+    }
+    return {**data, "iterations": 4, "checkpoint_every": 1, **{key: data[key] | new for key, new in changes.items()}}
+
+
+def countdown() -> dict[str, Any]:
+    """Countdown with two tries, by a network of a toy's size."""
+    data = load_config("countdown_grpo").model_dump(mode="json")
+    changes: dict[str, Any] = {
+        "env": {"task": "text/countdown_3_two_tries", "num_envs": 8, "max_episode_steps": 24},
+        "policy": {"chunk": 12},
+        "loss": {"reference_kl": 0.01},
+        "advantage": {"overlong_margin": 20},
+        "rollout": {"episode_group": 4, "episodes_per_env": 1},
+        "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3},
+        "eval": {"episodes": 2},
+        "runtime": {"mode": "inline", "trace": False},
+    }
+    merged = {key: data[key] | new for key, new in changes.items()}
+    return {**data, "workflow": "grpo_reference", "iterations": 4, "checkpoint_every": 1, **merged}
+
+
+RUNS = {"ppo": PPO, "grpo": GRPO, "vla": tiny_vla(), "countdown": countdown()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Moments]]:
+    return {}
+
+
+def whole(name: str, known: dict[str, tuple[Path, Moments]], factory: pytest.TempPathFactory) -> tuple[Path, Moments]:
+    if name not in known:
+        folder = factory.mktemp(name) / "whole"
+        moments = run(RUNS[name], folder)
+        assert moments is not None
+        known[name] = folder, moments
+    return known[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "save", "number"),
+    often(
+        [("ppo", False, 0)],
+        [("ppo", False, n) for n in range(15)]
+        + [("ppo", True, n) for n in range(5)]
+        + [(name, save, n) for name in ("grpo", "vla", "countdown") for save in (False, True) for n in range(3)],
+    ),
+)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    name: str,
+    save: bool,
+    number: int,
+    undisturbed: dict[str, tuple[Path, Moments]],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+) -> None:
+    """Killed at a random moment, and what goes on at a random one within a save; or the other way round."""
+    expected, moments = whole(name, undisturbed, tmp_path_factory)
+    drawn = random.Random(f"{name} {save} {number}")
+    kills = 0
+    for share, within in ((1.0, save), (0.5, not save)):
+        at = drawn.uniform(0.05, 0.95) * share
+        killed = Killed(event=1 + int(at * moments.events)) if within else Killed(cpu_s=at * moments.cpu_s)
+        kills += run(RUNS[name], tmp_path / "run", killed) is None
+    assert kills, "it was never killed"
+    assert run(RUNS[name], tmp_path / "run") is not None
+    assert_same_run(tmp_path / "run", expected)
