@@ -1,5 +1,5 @@
-"""Write docs/cli.md, docs/settings.md, docs/metrics.md and the tables of docs/architecture.md from the command line,
-the configuration's schema, the declared metrics and the modules' docstrings.
+"""Write docs/cli.md, docs/settings.md, docs/metrics.md and docs/modules.md from the command line, the configuration's
+schema, the declared metrics and the modules' docstrings.
 
     python docs/reference.py            (or `make docs`)
 
@@ -32,8 +32,6 @@ from embodied.training import declared_metrics
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 PACKAGES = ("embodied", "sim_farm", "policies", "schedulers")
-MODULES = "<!-- modules: written by docs/reference.py -->"
-"""Marker in docs/architecture.md: the text after it is generated."""
 NOTE = "<!-- Written by docs/reference.py: change the source, then run `make docs`. -->"
 CLI = """
 `embodied VERB --help` says the same, with the settings that are changed most; `embodied VERB --help-all` has every one,
@@ -55,6 +53,10 @@ message says how to mend; 130 interrupted.
 SETTINGS = """
 Every setting with its default. A YAML file says what differs (`loss: {clip: 0.1}`), the command line overrides it
 (`--loss.clip 0.1`), and a run saves all of them in `config.yaml`.
+"""
+MODULES = """
+Every module with the first sentence of its docstring. [Architecture](architecture.md) says how they work together, and
+[which file to change](architecture.md#which-file-to-change).
 """
 METRICS = """
 A run's numbers, under one name in its record and in the [libraries that follow it](tracking.md). A name with `<…>` is a
@@ -193,10 +195,9 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def architecture_page() -> str:
-    """The page of the tree: its own text, with the tables of modules written anew."""
-    text = (FOLDER / "architecture.md").read_text()
-    return text.partition(MODULES)[0] + MODULES + "\n" + "\n".join(_modules())
+def modules_page() -> str:
+    """The page of modules: a table for each folder."""
+    return f"# Modules\n\n{NOTE}\n{MODULES}" + "\n".join(_modules())
 
 
 def _modules() -> list[str]:
@@ -224,7 +225,7 @@ PAGES = {
     "cli.md": cli_page,
     "settings.md": settings_page,
     "metrics.md": metrics_page,
-    "architecture.md": architecture_page,
+    "modules.md": modules_page,
 }
 
 

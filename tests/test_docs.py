@@ -32,7 +32,7 @@ PAGES = (
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SOURCE = re.compile(r"\b(?:embodied|sim_farm|policies|schedulers|tests|benchmarks|examples)(?:/\w+)*/\w+\.py\b")
-MOST_README_LINES = 120
+MOST_README_LINES = 150
 STATUS = re.compile(r"^- Status: (accepted|superseded by|measured, not kept)", re.MULTILINE)
 
 
@@ -112,7 +112,7 @@ def _script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["cli.md", "settings.md", "architecture.md"])
+@pytest.mark.parametrize("name", ["cli.md", "settings.md", "modules.md"])
 def test_a_generated_page_is_current(name: str) -> None:
     current = _script("reference").PAGES[name]()
     assert (ROOT / "docs" / name).read_text() == current, f"docs/{name} is old: run `make docs`"
