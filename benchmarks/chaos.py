@@ -171,7 +171,7 @@ class Adversary:
 def main(settings: Chaos) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runtime = {"mode": "ray", "trace": False, "deadline_s": DEADLINE_S}
+        runtime = {"mode": "ray", "deadline_s": DEADLINE_S}
         data = {
             **STATES,
             "iterations": settings.iterations,

@@ -47,7 +47,7 @@ STATES: dict[str, Any] = {
     "farm": {"physics_workers": 2, "groups": 2},
     "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
     "rollout": {"decisions": 16},
-    "optim": {"target_kl": 0.5, "epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+    "optim": {"target_kl": 0.5, "epochs": 2, "minibatch": 24, "policy_lr": 3e-3},
 }
 PICTURES: dict[str, Any] = {
     **STATES,
@@ -60,7 +60,7 @@ PICTURES: dict[str, Any] = {
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
     "rollout": {"decisions": 4},
-    "optim": {"epochs": 1, "minibatch": 4, "threads": 1},
+    "optim": {"epochs": 1, "minibatch": 4},
 }
 SEVERAL: dict[str, Any] = {
     **STATES,
@@ -248,7 +248,7 @@ class Lab:
 
 
 def _config(workload: str, deadline_s: float) -> Config:
-    runtime = {"mode": "ray", "trace": False, "deadline_s": deadline_s}
+    runtime = {"mode": "ray", "deadline_s": deadline_s}
     return parse_config({**WORKLOADS[workload], "runtime": runtime}, "benchmarks/faults.py")
 
 

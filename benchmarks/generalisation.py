@@ -81,7 +81,7 @@ class Arguments:
 def main(args: Arguments) -> dict[str, Any]:
     """Train, evaluate, and return what came of it."""
     out, study = args.out / args.config, STUDIES[args.config]
-    base = {"runtime.mode": "inline", "runtime.trace": False, "eval.videos": 0, "eval.episodes": 4}
+    base = {"runtime.mode": "inline", "eval.videos": 0, "eval.episodes": 4}
     if args.iterations is not None:
         base["iterations"] = args.iterations
     config = with_settings(load_config(args.config), base, args.config)

@@ -130,8 +130,8 @@ def main(settings: Memory) -> None:
         "farm": {"physics_workers": 2, "groups": 2, **({"render_workers": 1} if settings.cameras else {})},
         "policy": {**(pictures if settings.cameras else {}), "chunk": 1},
         "rollout": {"decisions": decisions},
-        "optim": {"epochs": 1, "minibatch": decisions * settings.num_envs, "threads": 1},
-        "runtime": {"mode": "ray", "trace": False},
+        "optim": {"epochs": 1, "minibatch": decisions * settings.num_envs},
+        "runtime": {"mode": "ray"},
     }  # fmt: skip
     config = parse_config(data, "benchmarks/memory.py")
     with tempfile.TemporaryDirectory() as folder, open_session(config) as session:

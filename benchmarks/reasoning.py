@@ -76,8 +76,7 @@ def stage(arguments: Arguments, folder: Path, verb: str, config: str, seed: int,
     times = folder / "benchmark.json"
     if not times.exists():
         used = command(
-            arguments, verb, config, "--seed", seed, "--name", folder.name, "--runs-dir", folder.parent,
-            "--optim.threads", arguments.threads, *more,
+            arguments, verb, config, "--seed", seed, "--name", folder.name, "--runs-dir", folder.parent, *more,
         )  # fmt: skip
         times.write_text(json.dumps(used | {"threads": arguments.threads}))
     greedy = evaluated(arguments, folder, "greedy")

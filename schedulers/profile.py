@@ -238,8 +238,7 @@ def check_profile(
     ]
     if differs:
         raise PlanError(
-            f"the profile was measured on other hardware ({'; '.join(differs)}); measure again, "
-            "or say that any hardware will do"
+            f"the profile was measured on other hardware ({'; '.join(differs)}): measure again"
         )
 
 

@@ -191,7 +191,6 @@ def test_the_readme_s_parts_of_one_s_own_train(
                 "env": {"task": task, "num_envs": 4},
                 "policy": policy,
                 "rollout": {"decisions": 16},
-                "optim": {"threads": 1},
                 "eval": {"episodes": 4, "videos": 0},
                 "runtime": {"mode": "inline"},
             }

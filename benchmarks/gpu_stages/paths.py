@@ -41,8 +41,7 @@ SMALL: dict[str, Any] = {
     "rollout": {"decisions": 4},
     # The bonus: a language model at random is never right, and would have no gradient.
     "loss": {"value_clip": None, "entropy_coef": 0.01},
-    "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 1e-4, "value_lr": 1e-4},
-    "runtime": {"trace": False},
+    "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 1e-4, "value_lr": 1e-4},
 }
 IMAGES = {"cameras": 1, "image_size": 56}
 TOKENS = {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations"}
@@ -136,7 +135,7 @@ def _runs(work: Work) -> Iterator[tuple[str, Way, Ran | dict[str, Any]]]:
 def _config(name: str, way: Way, device: str) -> Config:
     env, policy = POLICIES[name]
     sections = {"env": SMALL["env"] | env, "policy": {**policy, "device": device}}
-    return parse_config({**SMALL, **sections, "runtime": {"mode": way.runtime, "trace": False}}, name)
+    return parse_config({**SMALL, **sections, "runtime": {"mode": way.runtime}}, name)
 
 
 def _run(work: Work, name: str, way: Way, device: str, session: Session | None = None) -> Ran:

@@ -35,10 +35,10 @@ ENDS = 3
 BASE = {
     "iterations": 10, "keep_checkpoints": 1,
     "env.task": "tabletop/reach_red", "env.num_envs": 16, "env.max_episode_steps": 16, "extra_tasks": (),
-    "farm.groups": 1, "runtime.mode": "inline", "runtime.trace": False,
+    "farm.groups": 1, "runtime.mode": "inline",
     "rollout.decisions": 16, "rollout.episode_group": 8, "rollout.episodes_per_env": 2,
     "loss.value_clip": None, "advantage.gamma": 0.9, "advantage.lam": 0.9,
-    "optim.threads": 1, "optim.epochs": 2, "optim.minibatch": 128,
+    "optim.epochs": 2, "optim.minibatch": 128,
     "optim.policy_lr": 3e-4, "optim.value_lr": 1e-3, "optim.critic_warmup": 0, "optim.anneal": False,
     "sft.batch": 64, "sft.lr": 1e-3, "eval.tasks": (), "eval.episodes": 20, "eval.videos": 0,
 }  # fmt: skip

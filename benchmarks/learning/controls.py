@@ -107,7 +107,7 @@ def main(args: Arguments) -> dict[str, Any]:
 
 
 def _base() -> Config:
-    alone = {"runtime.mode": "inline", "runtime.trace": False, "farm.groups": 1, "optim.threads": 1, "eval.videos": 0}
+    alone = {"runtime.mode": "inline", "farm.groups": 1, "eval.videos": 0}
     return with_settings(load_config("reach"), alone, "reach")
 
 

@@ -87,7 +87,7 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     check_run(config)
     workflow, measured = sized_workflow(config), None
     if profile is not None:  # refused before anything is started
-        measured = checked_profile(profile, config, workflow, config.plan.any_hardware)
+        measured = checked_profile(profile, config, workflow)
     make_folder(out)
     with open_session(config) as session:
         if measured is None:

@@ -50,7 +50,7 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(config)
     # Another cluster has other hardware than this machine: its profile is the user's choice.
     elsewhere = target.nodes[0].name != HOME
-    measured = checked_profile(profile, config, workflow, config.plan.any_hardware or elsewhere)
+    measured = checked_profile(profile, config, workflow, any_hardware=elsewhere)
     on_cores, measured = measured, with_estimates(measured, config, workflow, target)
     estimated = measured is not on_cores
     on_cores_s = _on_cores_s(on_cores, workflow, target, config) if estimated else None

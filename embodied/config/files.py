@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,18 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from embodied.config.schema import HERE, Config, explained, refuse_code
-from embodied.errors import UserError, nearest
+from embodied.errors import UserError, nearest, shown
 from embodied.files import read_yaml, write_whole, yaml_text
 
 CONFIGS = HERE / "configs"
+REMOVED: dict[str, Any] = {
+    "farm.pin": True,
+    "optim.non_finite_limit": 3,
+    "optim.threads": 0,
+    "plan.any_hardware": False,
+    "runtime.trace": True,
+}
+"""Former settings, which folders of earlier runs still name, with the values that they had by default."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -84,8 +92,44 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def saved_config(path: Path) -> Config:
-    """The configuration that `save_config` wrote to the file. Raises `UserError`."""
-    return parse_config(_mapping(path), str(path))
+    """The configuration that `save_config` wrote to the file, without the former settings of `former_settings`.
+
+    Raises `UserError`."""
+    data = _mapping(path)
+    for key in _former(data, path):
+        *sections, last = key.split(".")
+        _section(data, sections).pop(last)
+    return parse_config(data, str(path))
+
+
+def former_settings(path: Path) -> list[str]:
+    """Keys of former settings that the file still has, at the values that they had by default: the run is the same
+    without them. Raises `UserError` for another value, with which it would be another run."""
+    return _former(_mapping(path), path)
+
+
+def _former(data: Mapping[str, Any], path: Path) -> list[str]:
+    found = []
+    for key, default in REMOVED.items():
+        *sections, last = key.split(".")
+        section = _section(data, sections)
+        if last not in section:
+            continue
+        if section[last] != default:
+            raise UserError(
+                f"{path}: {key} is {shown(section[last])}, and there is no such setting any more (its default, "
+                f"{shown(default)}, is what every run does): use the version that wrote the file, or take the line out "
+                "of it, and the run continues without"
+            )
+        found.append(key)
+    return found
+
+
+def _section(data: Any, names: Sequence[str]) -> dict[str, Any]:
+    """The mapping in `data` below these names; empty where there is none."""
+    for name in names:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}
 
 
 def all_settings() -> dict[str, FieldInfo]:

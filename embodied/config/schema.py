@@ -300,8 +300,6 @@ class FarmConfig(Section):
     software; none: on what the driver gives first. A plan says it itself."""
     groups: Annotated[int, Field(ge=1)] = 2
     """Groups of environments of each task: one is simulated while another is inferred."""
-    pin: bool = True
-    """Pin each physics and render worker to a CPU core of its own."""
 
 
 def _own_folder(name: str) -> str:
@@ -471,16 +469,11 @@ class OptimConfig(Section):
     are as small as 1e-5 itself; there 1e-8 is usual."""
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 0.5
     """Gradients are scaled down to this norm; `.inf` leaves them as they are."""
-    non_finite_limit: Annotated[int, Field(ge=1)] = 3
-    """Consecutive skipped steps (loss or gradient not finite) after which the run ends."""
     lr_kl: Annotated[float, Field(gt=0)] | None = None
     """Let the policy's learning rate fall where an update's approximate KL was above twice this, and rise where it was
     below half of it."""
     target_kl: Annotated[float, Field(gt=0)] | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
-    threads: Annotated[int, Field(ge=0)] = 0
-    """CPU threads of each rank's update; 0: as many as its network can use, of its share of the cores, and no more than
-    OMP_NUM_THREADS."""
     ranks: Annotated[int, Field(ge=1)] = 1
     """Learner processes that share every minibatch; a plan has its own number. `inline`, which is one process, has one
     rank, and computes what several do."""
@@ -664,8 +657,6 @@ class RuntimeConfig(Section):
     """Gigabytes (1e9 bytes) that a worker's process, of Ray's on this machine, may hold in memory by itself. One that
     grows beyond it is replaced, with the same result: a simulator's at once, another from a checkpoint that is written
     for it. None: no limit."""
-    trace: bool = True
-    """Record a trace of the first and the last iterations."""
 
 
 class PlanConfig(Section):
@@ -677,8 +668,6 @@ class PlanConfig(Section):
     """Run this plan instead (a plan.json, perhaps edited)."""
     profile: Path | None = None
     """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
-    any_hardware: bool = False
-    """Use a profile that was measured on other hardware."""
     ahead: bool = False
     """Disaggregated plans roll out one update ahead of the learner (decoupled objective)."""
     replan: bool = False

@@ -100,7 +100,7 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
     recipe = recipe_of(config)
-    shared = Affinity((), config.optim.threads or max(min(len(cores), available_threads()) // config.optim.ranks, 1))
+    shared = Affinity((), max(min(len(cores), available_threads()) // config.optim.ranks, 1))
     placed: dict[str, tuple[Affinity, ...]] = {component.name: (shared,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
     ranks = 1 if config.runtime.mode == "inline" else config.optim.ranks
@@ -128,8 +128,7 @@ def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str,
     workers = physics_workers_of(config, len(cores))
     away = [_node(name, nodes) for name in farm.nodes]
     homes = tuple(away[i % len(away)] if away else HERE for i in range(workers))
-    pinned = farm.pin and not inline
-    place = [cores[i % len(cores)] if pinned else None for i in range(workers + farm.render_workers)]
+    place = [None if inline else cores[i % len(cores)] for i in range(workers + farm.render_workers)]
     # Another machine's cores are dealt out there.
     physics = tuple(core if home == HERE else None for core, home in zip(place, homes, strict=False))
     return FarmAssignment(farm.groups, physics, homes, tuple(place[workers:]), configured_devices(config))
@@ -268,25 +267,23 @@ class _Machine:
 
     def affinities(self, name: str, placement: Placement, decides: bool) -> tuple[Affinity, ...]:
         """Affinities of the component's instances. On an accelerator the policy has one of the host's threads; others
-        have as many as `optim.threads`, or share them out."""
-        given = 0 if decides else self.config.optim.threads
+        share them out."""
         on = [devices[0].node for devices in placement.instances]
-        shares = [1 if decides else given or max(len(self.cores) // on.count(node), 1) for node in on]
+        shares = [1 if decides else max(len(self.cores) // on.count(node), 1) for node in on]
         pairs = zip(placement.instances, shares, strict=True)
-        return tuple(self._affinity(name, devices, given, share) for devices, share in pairs)
+        return tuple(self._affinity(name, devices, share) for devices, share in pairs)
 
-    def _affinity(self, name: str, devices: tuple[DeviceRange, ...], given: int, share: int) -> Affinity:
-        """A worker on its cores, with a thread on each unless others are `given`; or on its accelerator, or what stands
-        in for that, with threads of the host wherever the system likes. Raises `UserError` for accelerators that are
-        not there."""
+    def _affinity(self, name: str, devices: tuple[DeviceRange, ...], share: int) -> Affinity:
+        """A worker on its cores, with a thread on each; or on its accelerator, or what stands in for that, with threads
+        of the host wherever the system likes. Raises `UserError` for accelerators that are not there."""
         node, first = _node_of(devices[0].node, self.nodes), devices[0].first
         gpus = accelerators(self.config.policy.device)
         if devices[0].pool == "cores":
             numbers = [part.first + i for part in devices for i in range(part.count)]
             own = tuple(numbers) if node else _here(numbers, self.cores)
-            return Affinity(own, given or len(own), "cpu" if gpus or node else None, node)
+            return Affinity(own, len(own), "cpu" if gpus or node else None, node)
         if self.config.policy.device == "cpu":
-            return Affinity((), given or 1, "cpu", node)
+            return Affinity((), 1, "cpu", node)
         if node:
             return Affinity((), share, f"cuda:{first}", node)
         if first >= len(gpus):

@@ -45,15 +45,13 @@ METRICS = (
 
 @dataclass
 class SpanRecorder:
-    """Collects the driver's spans of one iteration, if the run is traced."""
+    """Collects the driver's spans of one iteration."""
 
-    traced: bool
     _spans: list[Span] = field(default_factory=list)
 
     def mark(self, track: str, name: str, begin_ns: int, end_ns: int | None = None, **args: Any) -> None:
         """Add a span that ends at `end_ns`, or now."""
-        if self.traced:
-            self._spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
+        self._spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
 
     def add(self, spans: list[Span]) -> None:
         self._spans += spans

@@ -31,7 +31,6 @@ class RunOffload:
     run_dir: Path
     """Folder of files for weights that leave the host's memory."""
     farm_deadline_s: float
-    traced: bool
     seconds: float = 0.0
     """Seconds of the switches since it was last set to 0."""
     _renderers_away: bool = field(default=False, init=False)
@@ -105,10 +104,10 @@ class RunOffload:
         return self._switch(f"renderers of {tasks}", move)
 
     def _switch(self, worker: str, make: Callable[[], list[Switch]]) -> list[Span]:
-        """Make a switch. Returns its span, where the run is traced."""
+        """Make a switch. Returns its span."""
         begin = time.monotonic_ns()
         switched = switch_of_ranks(make())
         end = time.monotonic_ns()
         self.seconds += (end - begin) / 1e9
         args = {"worker": worker, "bytes": switched.bytes}
-        return [Span("driver", "switch", begin, end, args)] if self.traced else []
+        return [Span("driver", "switch", begin, end, args)]

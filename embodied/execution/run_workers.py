@@ -178,7 +178,7 @@ def start_workers(
         layout = acting.workers.call_one(0, PolicyRole.layout)
         delivery = start_delivery(session, assignment, rollout_worker, learner, farm)
         memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
-        spans = SpanRecorder(config.runtime.trace)
+        spans = SpanRecorder()
         rollouts = (RolloutsInParts if recipe.rollout == "episodes" else Rollouts)(
             config=config,
             assignment=assignment,
@@ -211,7 +211,6 @@ def start_workers(
                 learner=learner,
                 run_dir=run_dir,
                 farm_deadline_s=farm_deadline_s,
-                traced=config.runtime.trace,
             ),
             spans=spans,
         )

@@ -132,10 +132,9 @@ class Learner(WeightsPublisher):
         """The update is one step, whose gradient is a sum over parts."""
         self._estimates_together = not groups_suffice(config)
         """The estimator needs all parts of an iteration at once."""
-        self._affinity = affinity or Affinity((), config.optim.threads or available_threads())
-        if not config.optim.threads:
-            rows = config.optim.micro_batch or config.optim.minibatch or config.env.num_envs * config.rollout.decisions
-            self._affinity = replace(self._affinity, threads=useful_threads(policy, rows, self._affinity.threads))
+        most = affinity or Affinity((), available_threads())
+        rows = config.optim.micro_batch or config.optim.minibatch or config.env.num_envs * config.rollout.decisions
+        self._affinity = replace(most, threads=useful_threads(policy, rows, most.threads))
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
         self._writer = BackgroundWriter()

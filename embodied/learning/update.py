@@ -212,7 +212,7 @@ class Update:
         folder = self._run_dir / "non_finite"
         if self._parallel.ranks.first:
             save_minibatch(samples.take(minibatch), folder, iteration)
-        if self._non_finite >= self._config.non_finite_limit:
+        if self._non_finite >= NON_FINITE_LIMIT:
             raise NonFinite(
                 f"loss {loss} and gradient norm {grad_norm} were not finite for {self._non_finite} optimiser steps in "
                 f"a row; the parameters were left as they were and the minibatches are in {folder}. A smaller "
@@ -429,6 +429,8 @@ def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
 # --- metrics, and minibatches kept for inspection
 
 
+NON_FINITE_LIMIT = 3
+"""Consecutive optimiser steps that are skipped (loss or gradient not finite) before the run ends."""
 METRICS = (
     Metric("learner/policy_loss", "loss", "Loss of the policy, a mean over samples."),
     Metric("learner/value_loss", "loss", "Loss of the value head, a mean over values; 0 without a critic."),

@@ -96,7 +96,7 @@ def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> 
 
 def _computing_on(like: Assignment, recipe: Recipe, config: Config, gpu: torch.device, cores: int) -> Assignment:
     """The probe with rollout worker, scorers and learner on an accelerator, as `assign` places them."""
-    trained = Affinity((), config.optim.threads or cores, str(gpu))
+    trained = Affinity((), cores, str(gpu))
     components = {**dict.fromkeys(like.components, (trained,)), recipe.policy.name: (Affinity(device=str(gpu)),)}
     return replace(like, components=components)
 

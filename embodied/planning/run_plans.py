@@ -46,8 +46,9 @@ def sized_workflow(config: Config) -> Workflow:
     return workflow_of(config, steps)
 
 
-def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool) -> Profile:
-    """A profile from a file. Raises `UserError` or `PlanError` for one that does not belong to what is planned here."""
+def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool = False) -> Profile:
+    """A profile from a file. Raises `UserError` for one of other settings, and, unless `any_hardware`, for one that was
+    measured on other hardware."""
     if not path.exists():
         raise UserError(f"there is no profile file {str(path)!r}: `embodied profile CONFIG --out {path}` measures one")
     profile = schedulers.load(Profile, path)
@@ -65,7 +66,7 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
     try:
         schedulers.check_profile(profile, workflow, {**fingerprint(), **work_of(config)}, any_hardware)
     except PlanError as error:
-        raise UserError(f"{path}: {error} (--plan.any-hardware)") from error
+        raise UserError(f"{path}: {error}") from error
     return profile
 
 
@@ -158,7 +159,7 @@ def check_plan_files(config: Config) -> None:
         return
     workflow, profile = sized_workflow(config), None
     if wanted.profile is not None:
-        profile = checked_profile(wanted.profile, config, workflow, wanted.any_hardware)
+        profile = checked_profile(wanted.profile, config, workflow)
     if wanted.file is not None:
         plan = _plan_file(config)
         if config.runtime.address == "local":
@@ -189,7 +190,7 @@ def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workf
     own, named = run_dir / PROFILE, config.plan.profile
     found = named or (own if own.is_file() else None)  # its own: of a run that goes on
     if found is not None:
-        profile = checked_profile(found, config, workflow, config.plan.any_hardware)
+        profile = checked_profile(found, config, workflow)
     else:
         show("measuring the workflow's components ...")
         profile = profile_config(config, session, run_dir)

@@ -47,8 +47,6 @@ class RolloutSettings:
     """Ends of episodes whose own final observation is valued: `never`, `truncated` or `always`."""
     rounds: int
     """Decisions of each environment that the trajectory memory keeps at once."""
-    trace: bool = True
-    """True if spans are recorded."""
     curriculum: float = 0.0
     """Share of episodes whose start a curriculum draws."""
     task_curriculum: float = 0.0
@@ -66,7 +64,6 @@ class RolloutSettings:
             seeds=context.seeds,
             bootstrap=bootstrap_of(config),
             rounds=context.rounds,
-            trace=config.runtime.trace,
             curriculum=config.rollout.curriculum,
             task_curriculum=config.rollout.task_curriculum,
             engine=(context.run_dir / "engine").resolve() if by_engine else None,
@@ -232,8 +229,7 @@ class RolloutLoop:
         self._arrows += 1
         group.arrow = self._arrows
         self.clock.count_workers(group.task, seen.times_ns)
-        if self._settings.trace:
-            self.spans += workers_spans(self.farm.specs[group.task], group.task, seen, self._arrows)
+        self.spans += workers_spans(self.farm.specs[group.task], group.task, seen, self._arrows)
         if group.pending is not None:
             with self.clock.timing("transport"):
                 self._write_outcome(group, group.pending, seen)
@@ -256,9 +252,8 @@ class RolloutLoop:
     def span(
         self, track: str | None, name: str, start: int, end: int, args: Mapping[str, Any] | None = None, **flow: Any
     ) -> None:
-        """Record a span, where the run is traced; on no other track, on this process's own."""
-        if self._settings.trace:
-            self.spans.append(Span(track or self._track, name, start, end, dict(args or {}), **flow))
+        """Record a span; on no other track, on this process's own."""
+        self.spans.append(Span(track or self._track, name, start, end, dict(args or {}), **flow))
 
     # --- serving a group
 

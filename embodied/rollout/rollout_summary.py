@@ -112,7 +112,6 @@ class RolloutSummary:
     clock: Clock
     wall_s: float
     spans: tuple[Span, ...]
-    """Empty unless the run is traced."""
     wire_bytes: int = 0
     """Bytes to and from physics workers on other machines."""
     frames: FrameCounts = FrameCounts()

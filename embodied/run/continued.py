@@ -17,7 +17,15 @@ from typing import Any
 from rich import get_console
 
 from embodied import hub
-from embodied.config.files import CONFIGS, all_settings, load_config, save_config, saved_config, with_settings
+from embodied.config.files import (
+    CONFIGS,
+    all_settings,
+    former_settings,
+    load_config,
+    save_config,
+    saved_config,
+    with_settings,
+)
 from embodied.config.schema import Config, refuse_code
 from embodied.errors import UserError, shown
 from embodied.run import RUNS
@@ -100,6 +108,8 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
     """
     recorded = recorded_settings(run_dir)
     refuse_code(recorded, run_dir / CONFIG, given.named_code)
+    if former := former_settings(run_dir / CONFIG):
+        say(f"{run_dir / CONFIG} has former settings, all at their defaults, which are ignored: {', '.join(former)}")
     before, now = _flat(recorded), _flat(given)
     typed = {key for key in typed if key in before.keys() | now.keys()}
     if stage == "rl" and not recorded.optim.anneal and before["iterations"] <= min(done(run_dir), now["iterations"]):

@@ -122,7 +122,7 @@ class RunCheckpoints:
     run_dir: Path
     selection: Selection
     metrics: MetricsWriter
-    trace: TraceWriter | None
+    trace: TraceWriter
     whole: int = -1
     """The iteration of the newest that stays and is complete; -1: none."""
     _workers: OnPolicy | None = None
@@ -236,13 +236,11 @@ class RunCheckpoints:
     def _note_written(self, written: Written) -> None:
         self._write_s += written.seconds
         self._cost_s = self._copied_s + written.seconds
-        if self.trace is not None:
-            self.trace.add([Span("checkpoint", "write", written.begin_ns, written.end_ns)])
+        self.trace.add([Span("checkpoint", "write", written.begin_ns, written.end_ns)])
         self.keep_newest()
 
     def _note_stall(self, begin_ns: int, name: str) -> float:
         end_ns = time.monotonic_ns()
         self._stall_s += (end_ns - begin_ns) / 1e9
-        if self.trace is not None:
-            self.trace.add([Span("driver", name, begin_ns, end_ns)])
+        self.trace.add([Span("driver", name, begin_ns, end_ns)])
         return (end_ns - begin_ns) / 1e9

@@ -157,7 +157,7 @@ class _Loop:
         self._save_at = -1
         """Iteration whose checkpoint a callback has asked for."""
         self.position = Position()
-        self.trace = TraceWriter(run_dir / "trace.json") if config.runtime.trace else None
+        self.trace = TraceWriter(run_dir / "trace.json")
         self.milestones: dict[str, float] = {}
         self._environments: dict[str, np.ndarray] = {}
         self._checkpoints = RunCheckpoints(config, run_dir, selection, self.metrics, self.trace)
@@ -290,8 +290,7 @@ class _Loop:
 
     def _write_trace(self) -> None:
         try:
-            if self.trace is not None:
-                self.trace.write()
+            self.trace.write()
         except OSError as error:  # it must not hide what ends the run
             tell(f"cannot write {self.run_dir / 'trace.json'} ({error.strerror}): the run is without a timeline")
 
@@ -354,8 +353,7 @@ class _Loop:
     def _iterate(self, progress: Progress) -> tuple[dict[str, float], Iteration]:
         """Run one iteration; its row of metrics, and its result."""
         number = self.position.iteration
-        if self.trace is not None:
-            self.trace.iteration(number)
+        self.trace.iteration(number)
         faults.point("driver", "rollout")
         with deferrable_interrupts(lambda: progress.note(FINISHING)) as defer:
 
@@ -382,8 +380,7 @@ class _Loop:
             row["time/other_programs"] = float("nan") if share is None else share
             self._call_back(row)
             self.metrics.write(self.position.iteration, self.position.env_steps, row)
-        if self.trace is not None:
-            self.trace.add(iteration.spans)
+        self.trace.add(iteration.spans)
         return row, iteration
 
     def _lasts(self, iteration: int) -> bool:

@@ -164,7 +164,7 @@ class Imitator:
         self.config, self.demonstrations = config, demonstrations
         self.policy: Policy = make_policy(config, policy_spec(config, info))
         threads = useful_threads(self.policy, config.optim.micro_batch or config.sft.batch, available_threads())
-        self._affinity = Affinity((), config.optim.threads or threads)
+        self._affinity = Affinity((), threads)
         self.optimizer = torch.optim.Adam(list(self.policy.actor_parameters()), lr=config.sft.lr, fused=True)
         self.done = 0
         """Steps."""

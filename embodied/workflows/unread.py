@@ -119,7 +119,7 @@ READERS = (
         "set plan.mode to auto",
     ),
     Reader(
-        ("plan.profile", "plan.any_hardware"),
+        ("plan.profile",),
         "plan",
         lambda config, recipe: config.plan.mode != "configured" or config.plan.file is not None,
         "set plan.mode to auto",
@@ -168,7 +168,7 @@ class Reads:
     """Settings that a command reads."""
 
     settings: tuple[str, ...]
-    """Sections, as `env`, and single keys, as `optim.threads`."""
+    """Sections, as `env`, and single keys, as `optim.micro_batch`."""
     but: tuple[str, ...] = ()
     """Keys of these sections that it does not read."""
 
@@ -185,14 +185,14 @@ class Reads:
 
 
 _EPISODES = ("seed", "env", "farm", "policy", "extra_tasks", "runtime")
-_ACTS = ("policy.replicas", "runtime.trace")
-"""Of a training run alone: elsewhere one process decides, and no iteration is traced."""
+_ACTS = ("policy.replicas",)
+"""Of a training run alone: elsewhere one process decides."""
 _ITERATIONS = (*_EPISODES, "workflow", "rollout", "advantage", "loss", "optim", "reward", "plan")
 _DURING = ("eval.every", "eval.every_episodes")
 VERBS = {
     "train": Reads((*(name for name in Config.model_fields if name != "sft"),)),
     "sft": Reads(
-        (*_EPISODES, "name", "track", "sft", "eval", "optim.micro_batch", "optim.max_grad_norm", "optim.threads"),
+        (*_EPISODES, "name", "track", "sft", "eval", "optim.micro_batch", "optim.max_grad_norm"),
         (*_ACTS, *_DURING),
     ),
     "eval": Reads((*_EPISODES, "eval"), (*_ACTS, *_DURING)),

@@ -467,8 +467,8 @@ def test_a_vector_environment_without_a_state_says_what_to_ask_for() -> None:
 def test_an_evaluation_of_broken_episodes_alone_has_no_return(tmp_path: Path) -> None:
     settings = {
         "env": {"task": "gymnasium/farm-tests/NanUnseen-v0", "num_envs": 2},
-        "farm": {"groups": 1, "physics_workers": 1, "pin": False},
-        "runtime": {"mode": "inline", "trace": False},
+        "farm": {"groups": 1, "physics_workers": 1},
+        "runtime": {"mode": "inline"},
         "policy": {"kind": "random"},
         "eval": {"videos": 0, "episodes": 3},
     }

@@ -65,7 +65,7 @@ def make_policy(state_dim: int = S, action_dim: int = A) -> ActionValues:
 
 
 def config_of(unit: str = "action", epochs: int = 1, **loss: Any) -> Config:
-    optim = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "threads": 1, "max_grad_norm": 1e9}
+    optim = {"epochs": epochs, "minibatch": 0, "micro_batch": 4, "max_grad_norm": 1e9}
     return parse_config(
         {"advantage": {"credit": "action"}, "loss": {"ratio_unit": unit, **loss}, "optim": optim}, "test"
     )

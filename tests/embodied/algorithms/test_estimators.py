@@ -324,9 +324,8 @@ def test_the_page_shows_ppo_as_it_is() -> None:
 def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(str(written(tmp_path)))
     monkeypatch.syspath_prepend(str(tmp_path))
-    changes: dict[str, Any] = {"iterations": 15, "runtime": {"mode": "inline", "trace": False}}
+    changes: dict[str, Any] = {"iterations": 15, "runtime": {"mode": "inline"}}
     config = parse_config({**config.model_dump(), **changes, "seed": 1}, "test")
-    config = config.model_copy(update={"optim": config.optim.model_copy(update={"threads": 1})})
     assert recipe_of(config).name == "my_reinforce" and not groups_suffice(config) and not streams(config)
 
     reinforce = importlib.import_module("my_package.my_module").reinforce
@@ -357,8 +356,8 @@ def test_the_pages_own_component_charges_for_env_steps(tmp_path: Path, monkeypat
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "options": {"widths": [16]}},
         "rollout": {"decisions": 8},
-        "optim": {"epochs": 1, "minibatch": 0, "threads": 1},
-        "runtime": {"mode": "inline", "trace": False},
+        "optim": {"epochs": 1, "minibatch": 0},
+        "runtime": {"mode": "inline"},
     }
     rows = {}
     for name in ("ppo", "my_package.step_cost:PPO_STEP_COST"):

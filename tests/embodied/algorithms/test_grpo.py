@@ -41,7 +41,6 @@ def test_episodes_go_on_until_enough_groups_teach(skilled: Path, tmp_path: Path)
         iterations=4,
         advantage={"outcome": "success"},
         rollout={"episodes_per_env": 1, "max_episodes_per_env": 4},
-        runtime={"trace": True},
     )
     counts = []
     with begun(config, tmp_path, skilled) as workers:

@@ -22,9 +22,9 @@ SETTINGS: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 4},
     "policy": {"options": {"widths": [8]}},
     "rollout": {"decisions": 4},
-    "optim": {"epochs": 1, "threads": 1},
+    "optim": {"epochs": 1},
     "eval": {"episodes": 2, "videos": 2},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 
 

@@ -25,7 +25,7 @@ from embodied.training.callbacks import IterationEnd
 from tests.embodied.commands.test_listed_runs import ROW, make
 
 SMALL = {
-    "iterations": 2, "name": "trains", "runtime.mode": "inline", "rollout.decisions": 16, "optim.threads": 1,
+    "iterations": 2, "name": "trains", "runtime.mode": "inline", "rollout.decisions": 16,
     "eval.episodes": 2, "eval.videos": 0, "stop_at_success": None,
 }  # fmt: skip
 

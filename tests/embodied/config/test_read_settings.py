@@ -32,9 +32,9 @@ SMALL: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 4},
     "policy": {"options": {"widths": [8]}},
     "rollout": {"decisions": 4},
-    "optim": {"epochs": 1, "minibatch": 4, "threads": 1},
+    "optim": {"epochs": 1, "minibatch": 4},
     "eval": {"episodes": 2, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 EPISODES: dict[str, Any] = {"rollout": {"episode_group": 2}}
 RETURNS: dict[str, Any] = {"advantage": {"outcome": "return"}}
@@ -62,13 +62,12 @@ OF_WORKFLOWS: dict[str, dict[str, Any]] = {
     "ppo_reward": {**IMAGES, "reward": {"function": f"{__name__}:bright"}},
 }
 PLACED = {
-    *("farm.physics_workers", "farm.render_workers", "farm.nodes", "farm.devices", "farm.pin"),
-    *("optim.ranks", "optim.sharding", "optim.threads", "policy.device", "policy.replicas"),
+    *("farm.physics_workers", "farm.render_workers", "farm.nodes", "farm.devices"),
+    *("optim.ranks", "optim.sharding", "policy.device", "policy.replicas"),
     *("runtime.address", "runtime.deadline_s", "runtime.mode", "runtime.worker_gb"),
 }
 """Say where something is computed, and never what: a run inline has all in one process, and one with a plan the plan's.
 They may stand in a configuration whatever runs it."""
-OF_FAILURES = {"optim.non_finite_limit"}
 OF_OTHER_COMMANDS = {key for key in all_settings() if key.startswith("sft.")}
 """A configuration serves `embodied sft` and `embodied train`."""
 
@@ -106,7 +105,7 @@ OFTEN = ("grpo", "ppo", "ppo_reward", "reinforce_reference", "stepnft")
 @pytest.mark.parametrize("workflow", often(OFTEN, sorted(OF_WORKFLOWS)))
 def test_a_setting_is_read_or_refused(workflow: str, read: set[str], tmp_path: Path) -> None:
     train_run(config_of(workflow, name="law"), "law", tmp_path, resume=False)
-    unread = set(all_settings()) - read - PLACED - OF_FAILURES - OF_OTHER_COMMANDS
+    unread = set(all_settings()) - read - PLACED - OF_OTHER_COMMANDS
     refused = {key for reader in READERS for key in reader.settings}
     assert unread <= refused, f"{workflow} does not read them, and does not refuse them"
     (row,) = metrics.read(tmp_path / "law")  # the law of metrics, of the same run
@@ -220,7 +219,7 @@ CONDITIONAL = {"eval.prompt", "eval.tasks", "policy.path", "policy.init"}
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["sft", "reach", "--optim.ranks", "2"], "micro_batch, max_grad_norm, threads; read by `embodied train`"),
+        (["sft", "reach", "--optim.ranks", "2"], "micro_batch, max_grad_norm; read by `embodied train`"),
         (["eval", "reach", "--iterations", "3"], "`embodied eval` does not read iterations (3): leave it out"),
         (["eval", "reach", "--policy.replicas", "2"], "does not read policy.replicas (2)"),
         (["record", "reach", "--out", "demos", "--eval.episodes", "5"], "of eval it reads init_states, greedy"),
@@ -238,7 +237,7 @@ def test_the_message_names_what_is_read(command: list[str], says: str, capsys: p
 
 def test_what_is_typed_as_it_is_anyway_is_no_mistake() -> None:
     assert changed_settings(DEFAULTS, DEFAULTS) == {}
-    check_read("sft", {"sft.lr": 1.0, "policy.options.widths": [8], "optim.threads": 1})
+    check_read("sft", {"sft.lr": 1.0, "policy.options.widths": [8]})
 
 
 def test_from_python_too() -> None:

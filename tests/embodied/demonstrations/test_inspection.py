@@ -51,10 +51,9 @@ SETTINGS: dict[str, Any] = {
         "reads": ["proprio", "images", "instruction"],
         "options": {"encoder": "cnn", "features": 16, "widths": [16]},
     },
-    "optim": {"threads": 1},
     "sft": {"steps": 3, "batch": 8},
     "eval": {"episodes": 2, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 GRASP = TaskSpec("tabletop/pick_and_place", cameras=1, image_size=32, max_episode_steps=40)
 

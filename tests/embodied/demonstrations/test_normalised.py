@@ -26,9 +26,8 @@ CHECKPOINT = Path(__file__).parents[2] / "golden" / "pi05" / "checkpoint"
 SETTINGS: dict[str, Any] = {
     "env": {"task": "tabletop/reach_red", "cameras": 1, "image_size": 32, "num_envs": 4, "max_episode_steps": 12},
     "policy": {"kind": "pi0", "chunk": 4, "reads": ["images", "instruction"]},
-    "optim": {"threads": 1},
     "sft": {"steps": 1, "batch": 8},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 
 

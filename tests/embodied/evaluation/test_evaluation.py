@@ -104,7 +104,7 @@ def test_tasks_do_not_share_their_noise(tmp_path: Path) -> None:
 def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: Path) -> None:
     """Fewer episodes than environments: those that never have one show no instruction."""
     tiny = load_config("openvla_tiny").model_dump(mode="json")
-    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline"}}
     few, all_rows = (
         config(tiny, eval={"episodes": episodes, "num_envs": 6, "videos": 0, "greedy": False}, **short)
         for episodes in (1, 6)
@@ -118,7 +118,7 @@ def test_a_policy_that_reads_instructions_acts_alone_as_among_others(tmp_path: P
 
 def test_a_policy_acts_on_its_instruction(tmp_path: Path) -> None:
     tiny = load_config("openvla_tiny").model_dump(mode="json")
-    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline"}}
     found = {}
     for instruction in (None, "move the gripper to the green ball", "reach the ball"):
         settings = {"episodes": 2, "num_envs": 2, "videos": 0, "instruction": instruction}
@@ -158,7 +158,7 @@ def test_episodes_of_a_film_are_equally_fast(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_a_run_shows_what_it_reached_by_the_tasks_own_words(tmp_path: Path) -> None:
     tiny = load_config("openvla_tiny").model_dump(mode="json")
-    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline", "trace": False}}
+    short: dict[str, Any] = {"env": {"max_episode_steps": 4}, "runtime": {"mode": "inline"}}
     run = tmp_path / "run"
     run.mkdir()
     shown: list[int] = []

@@ -19,7 +19,7 @@ from embodied.reporting.metrics import read
 
 TASKS = ("maniskill/PushRedCube-v1", "maniskill/PushGreenCube-v1")
 SHORT: dict[str, Any] = {
-    "env.num_envs": 2, "farm.physics_workers": 1, "eval.videos": 0, "runtime.mode": "inline", "runtime.trace": False,
+    "env.num_envs": 2, "farm.physics_workers": 1, "eval.videos": 0, "runtime.mode": "inline",
 }  # fmt: skip
 
 

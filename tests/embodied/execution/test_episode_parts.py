@@ -121,7 +121,6 @@ def test_an_iteration_has_no_more_decisions_than_its_longest_environment(skilled
         farm={"groups": 1},
         env={"max_episode_steps": 60},
         iterations=1,
-        runtime={"trace": True},
     )  # fmt: skip
     (one,), _ = iterations_of(config, tmp_path, skilled)
     acted = sum(span.name.startswith("act") for span in one.summary.spans)

@@ -87,7 +87,7 @@ def test_ppo_trains_on_libero_from_pixels(tmp_path: Path) -> None:
     whole["iterations"], whole["name"] = 1, "tiny"
     whole["env"] |= {"num_envs": 2, "image_size": 32, "max_episode_steps": 16, "settle_steps": 2}
     whole["rollout"] |= {"decisions": 3}
-    whole["optim"] |= {"minibatch": 3, "threads": 1}
+    whole["optim"] |= {"minibatch": 3}
     whole["farm"] |= {"groups": 1}
     whole["eval"] |= {"episodes": 2, "videos": 0}
     whole["runtime"] |= {"mode": "inline"}
@@ -104,8 +104,8 @@ def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) ->
     data["env"] |= {**task, "task": "libero/libero_spatial/0", "gripper": "inverted"}
     data["extra_tasks"] = [{"task": f"libero/libero_spatial/{number}"} for number in range(1, 10)]
     data["rollout"] |= {"decisions": 2}
-    data["optim"] |= {"minibatch": 10, "threads": 1}
-    data["runtime"] |= {"mode": "inline", "trace": False}
+    data["optim"] |= {"minibatch": 10}
+    data["runtime"] |= {"mode": "inline"}
     config = parse_config(data, "test")
     before = {id(parameter) for parameter in living_parameters()}
     farm = FarmAssignment(1, (None,), (HERE,))

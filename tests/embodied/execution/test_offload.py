@@ -31,7 +31,7 @@ CONFIG = parse_config(
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "options": {"widths": [16]}},
         "rollout": {"decisions": 8},
-        "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
+        "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 3e-3},
         "runtime": {"mode": "inline"},
     },
     "test",

@@ -64,16 +64,16 @@ SETTINGS: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
     "rollout": {"decisions": 6},
-    "optim": {"epochs": 1, "minibatch": 12, "threads": 1},
-    "runtime": {"mode": "inline", "trace": False},
+    "optim": {"epochs": 1, "minibatch": 12},
+    "runtime": {"mode": "inline"},
 }
 GROUPS: dict[str, Any] = {
     **SETTINGS,
     "workflow": f"{__name__}:JUDGED_GROUPS",
     "rollout": {"episode_group": 2, "episodes_per_env": EPISODES},
     "advantage": {"outcome": "return"},
-    "optim": {"epochs": 1, "minibatch": 0, "threads": 1},
-    "runtime": {"mode": "inline", "trace": True},
+    "optim": {"epochs": 1, "minibatch": 0},
+    "runtime": {"mode": "inline"},
 }
 
 

@@ -47,7 +47,7 @@ MORE = [
 
 
 def config_of(mode: str, deadline_s: float = 240.0) -> Config:
-    runtime = {"mode": mode, "trace": False, "deadline_s": deadline_s}
+    runtime = {"mode": mode, "deadline_s": deadline_s}
     settings = {**STATES, "iterations": 5, "checkpoint_every": 2, "runtime": runtime, "farm": {"physics_workers": 2}}
     return parse_config(settings, "test")
 

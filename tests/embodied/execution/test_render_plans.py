@@ -168,7 +168,7 @@ def test_frames_are_probed_in_software_and_on_a_gpu() -> None:
 def test_a_profile_has_drawing_on_both_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probes themselves, with a render worker that draws in software where that on the GPU would be."""
     monkeypatch.setattr(profiling, "MOST", profiling.LEAST)
-    config = config_of("cpu", workflow="ppo", runtime={"mode": "inline", "trace": True})
+    config = config_of("cpu", workflow="ppo", runtime={"mode": "inline"})
     probed = probe(config, tmp_path)
     found = profiling._drawing(probed)
     gpu = found.other_pool

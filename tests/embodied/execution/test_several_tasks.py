@@ -49,8 +49,8 @@ SETTINGS: dict[str, Any] = {
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16], "steps": 2},
     },
     "rollout": {"decisions": DECISIONS},
-    "optim": {"threads": 1, "epochs": 1, "minibatch": MINIBATCH},
-    "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
+    "optim": {"epochs": 1, "minibatch": MINIBATCH},
+    "runtime": {"mode": "inline", "deadline_s": 120},
 }
 STATES: dict[str, Any] = {
     **SETTINGS,
@@ -255,8 +255,7 @@ def test_one_process_or_two_change_nothing(here: Session, states: Run, tmp_path:
 @pytest.mark.parametrize("one_process", often((True,), (True, False)))
 def test_tasks_may_take_turns_with_the_learner(one_process: bool, here: Session, pictures: Run, tmp_path: Path) -> None:
     """The policy worker and the renderers of all tasks leave, and the learner."""
-    traced = config_of(SETTINGS, runtime={**SETTINGS["runtime"], "trace": True})
-    found = run_by(traced, here, tmp_path, placed(one_process, unload=True))
+    found = run_by(config_of(SETTINGS), here, tmp_path, placed(one_process, unload=True))
     assert_equal(found, pictures)
     spans = [span.args["worker"] for span in found.iterations[1].spans if span.name == "switch"]
     policy = [] if one_process else ["policy"]
@@ -288,7 +287,7 @@ def test_tasks_may_run_ahead(ahead: Run, states: Run) -> None:
 
 @pytest.mark.slow
 def test_processes_that_run_ahead_compute_the_same(ahead: Run, tmp_path: Path) -> None:
-    config = config_of(STATES, iterations=3, runtime={"deadline_s": 120, "trace": False})
+    config = config_of(STATES, iterations=3, runtime={"deadline_s": 120})
     runtime = RayRuntime("local", 240.0)
     try:
         found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, AHEAD)
@@ -309,7 +308,7 @@ def test_tasks_may_have_different_numbers_of_groups(here: Session, states: Run, 
 
 @pytest.mark.slow
 def test_workers_in_processes_compute_the_same(pictures: Run, tmp_path: Path) -> None:
-    config = config_of(SETTINGS, runtime={"deadline_s": 120, "trace": False})
+    config = config_of(SETTINGS, runtime={"deadline_s": 120})
     runtime = RayRuntime("local", 240.0)
     try:
         found = run_by(config, Session(config, runtime, (CORE,)), tmp_path, placed(True))

@@ -131,7 +131,7 @@ def settings(workflow: str, loss: dict[str, Any], advantage: dict[str, Any], min
         "rollout": {} if workflow == "ppo" else {"episode_group": 4},
         "loss": {"ratio_unit": "action", **loss},
         "advantage": advantage,
-        "optim": {"epochs": 1, "minibatch": minibatch, "threads": 1, "max_grad_norm": math.inf},
+        "optim": {"epochs": 1, "minibatch": minibatch, "max_grad_norm": math.inf},
     }
 
 

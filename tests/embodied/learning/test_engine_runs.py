@@ -44,7 +44,7 @@ def config_of(engine: str, **changes: Any) -> Config:
         },
         "rollout": {"decisions": 2},
         "loss": {"ratio_unit": "action", "entropy_coef": 1.0, **changes},
-        "optim": {"epochs": 1, "minibatch": 4, "policy_lr": 1e-3, "value_lr": 1e-1, "threads": 1},
+        "optim": {"epochs": 1, "minibatch": 4, "policy_lr": 1e-3, "value_lr": 1e-1},
     }
     return parse_config(settings, "test")
 

@@ -71,7 +71,7 @@ def test_openvla_on_ranks(
     config = parse_config(
         {
             "seed": 5, "iterations": 10, "policy": {"reads": ["images", "instruction"]},
-            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "threads": 1, "sharding": sharding},
+            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "sharding": sharding},
         }, "test",
     )  # fmt: skip
     one = alone(config, tmp_path, tiny_policy, **options)
@@ -110,7 +110,7 @@ def test_pi0_on_ranks(
     config = parse_config(
         {
             "seed": 5, "iterations": 10, "policy": {"reads": ["images", "instruction", "proprio"]},
-            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "threads": 1, "sharding": sharding},
+            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "sharding": sharding},
         }, "test",
     )  # fmt: skip
     one = alone(config, tmp_path, tiny_pi0, **options)
@@ -138,7 +138,7 @@ def test_sixteen_bits_are_sharded_with_masters(ray_runtime: RayRuntime, tmp_path
     config = parse_config(
         {
             "seed": 5, "policy": {"reads": ["images", "instruction"]},
-            "optim": {"epochs": 1, "minibatch": 6, "threads": 1, "sharding": "sharded", "policy_lr": 1e-6},
+            "optim": {"epochs": 1, "minibatch": 6, "sharding": "sharded", "policy_lr": 1e-6},
         }, "test",
     )  # fmt: skip
     one = alone(config, tmp_path, tiny_policy, dtype="bfloat16")

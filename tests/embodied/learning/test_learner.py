@@ -27,7 +27,7 @@ from policies.small.gaussian_mlp import GaussianMLP
 
 T, B, C, A, S = 6, 5, 3, 2, 4
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
-OPTIM = OptimConfig(epochs=2, minibatch=8, threads=1, policy_lr=3e-3, value_lr=3e-3)
+OPTIM = OptimConfig(epochs=2, minibatch=8, policy_lr=3e-3, value_lr=3e-3)
 
 
 def make_policy() -> Policy:
@@ -339,7 +339,7 @@ def test_a_single_bad_minibatch_is_skipped_and_the_others_are_learned_from(tmp_p
 
 
 def test_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
-    learner, batch = make_learner(tmp_path, epochs=5, minibatch=T * B, non_finite_limit=3), make_batch()
+    learner, batch = make_learner(tmp_path, epochs=5, minibatch=T * B), make_batch()
     before = parameters(learner)
     batch.value[0, 0] = torch.nan
     with pytest.raises(NonFinite, match="3 optimiser steps in a row"):
@@ -351,7 +351,7 @@ def test_bad_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
 def test_bad_steps_that_are_not_in_a_row_do_not_end_the_run(tmp_path: Path) -> None:
     advantage, batch = one_bad_row()
     # Two minibatches an epoch, one of them bad: at most two bad ones meet.
-    learner = make_learner(tmp_path, advantage=advantage, epochs=8, minibatch=T * B // 2, non_finite_limit=3)
+    learner = make_learner(tmp_path, advantage=advantage, epochs=8, minibatch=T * B // 2)
     assert learner.update(batch, 0)["learner/skipped_steps"] == 8
     assert len(list((tmp_path / "non_finite").iterdir())) == 8, "one minibatch was written over another"
 

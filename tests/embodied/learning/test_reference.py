@@ -55,7 +55,7 @@ def config_of(settings: reference_ppo.Settings) -> Config:
             "rollout": {"decisions": settings.steps},
             "advantage": {"bootstrap": bootstrap, **named(settings, ("gamma", "lam"))},
             "loss": named(settings, loss),
-            "optim": {"threads": 1, **named(settings, optim)},
+            "optim": {**named(settings, optim)},
             "runtime": {"mode": "inline"},
         },
         "test",

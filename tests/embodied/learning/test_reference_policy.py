@@ -41,12 +41,12 @@ STATES: dict[str, Any] = {
     "iterations": 3,
     "checkpoint_every": 1,
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
-    "farm": {"physics_workers": 1, "pin": False},
+    "farm": {"physics_workers": 1},
     "policy": {"chunk": 2, "options": {"widths": [16], "initial_log_std": 0.0}},
     "rollout": {"decisions": 8},
     "loss": {"reference_kl": 0.1},
-    "optim": {"epochs": 1, "minibatch": 0, "micro_batch": 7, "threads": 1, "policy_lr": 1e-2},
-    "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
+    "optim": {"epochs": 1, "minibatch": 0, "micro_batch": 7, "policy_lr": 1e-2},
+    "runtime": {"mode": "inline", "deadline_s": 120},
 }
 GROUPS: dict[str, Any] = {
     "workflow": "grpo_reference",
@@ -57,8 +57,8 @@ GROUPS: dict[str, Any] = {
 ADAPTED: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 4},
     "rollout": {"decisions": 4},
-    "optim": {"threads": 1, "minibatch": 0, "micro_batch": 3, "epochs": 1},
-    "runtime": {"mode": "inline", "trace": False},
+    "optim": {"minibatch": 0, "micro_batch": 3, "epochs": 1},
+    "runtime": {"mode": "inline"},
 }
 
 

@@ -61,7 +61,7 @@ SETTINGS: dict[str, Any] = {
     "iterations": 2,
     "checkpoint_every": 1,
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 7, "cameras": CAMERAS, "image_size": SIZE},
-    "farm": {"physics_workers": 1, "pin": False},
+    "farm": {"physics_workers": 1},
     "policy": {
         "kind": "flow",
         "reads": ["proprio", "images", "instruction"],
@@ -70,8 +70,8 @@ SETTINGS: dict[str, Any] = {
     },
     "reward": {"function": f"{__name__}:brightness"},
     "rollout": {"decisions": 6},
-    "optim": {"epochs": 1, "minibatch": 8, "micro_batch": 5, "threads": 1},
-    "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
+    "optim": {"epochs": 1, "minibatch": 8, "micro_batch": 5},
+    "runtime": {"mode": "inline", "deadline_s": 120},
 }
 
 

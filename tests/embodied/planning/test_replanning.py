@@ -38,8 +38,8 @@ SETTINGS: dict[str, Any] = {
     "farm": {"groups": 1, "physics_workers": 1},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
     "rollout": {"decisions": DECISIONS},
-    "optim": {"epochs": 1, "minibatch": 16, "threads": 1},
-    "runtime": {"mode": "inline", "trace": False, "deadline_s": 120},
+    "optim": {"epochs": 1, "minibatch": 16},
+    "runtime": {"mode": "inline", "deadline_s": 120},
 }
 CONFIG = parse_config(SETTINGS, "test")
 WORKFLOW = sized_workflow(CONFIG)

@@ -36,9 +36,9 @@ SETTINGS: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 4},
     "policy": {"options": {"widths": [8]}},
     "rollout": {"decisions": 4},
-    "optim": {"epochs": 1, "threads": 1},
+    "optim": {"epochs": 1},
     "eval": {"episodes": 2, "every": 1, "every_episodes": 2, "videos": 1},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 Points = dict[str, list[tuple[int, float]]]
 """(env steps, value) of each metric."""

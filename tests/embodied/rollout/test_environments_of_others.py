@@ -50,8 +50,8 @@ def config_of(task: str, *, policy: dict[str, Any] | None = None, **sections: An
         {
             "iterations": 1,
             "env": env,
-            "farm": {"groups": 1, "physics_workers": 1, "pin": False},
-            "runtime": {"mode": "inline", "trace": False},
+            "farm": {"groups": 1, "physics_workers": 1},
+            "runtime": {"mode": "inline"},
             "policy": {"kind": "categorical_mlp", "options": {"widths": [16]}, **(policy or {})},
             "rollout": {"decisions": 8},
             "optim": {"epochs": 1, "minibatch": 16},

@@ -60,9 +60,8 @@ def settings(mode: str = "inline", **more: Any) -> dict[str, Any]:
         "policy": {"options": {"widths": [8]}},
         "farm": {"physics_workers": 2},
         "rollout": {"decisions": 16},
-        "optim": {"threads": 1},
         "eval": {"episodes": 4, "videos": 2},
-        "runtime": {"mode": mode, "trace": False},
+        "runtime": {"mode": mode},
         **more,
     }
 

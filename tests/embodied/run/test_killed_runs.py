@@ -18,7 +18,7 @@ PPO = {**STATES, "iterations": 6, "checkpoint_every": 2}
 GRPO = {
     **grpo(iterations=4, rollout={"episodes_per_env": 2}).model_dump(mode="json"),
     "checkpoint_every": 1,
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 
 
@@ -27,9 +27,9 @@ def tiny_vla() -> dict[str, Any]:
     data = load_config("openvla_tiny").model_dump(mode="json")
     changes = {
         "env": {"num_envs": 2, "max_episode_steps": 4},
-        "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
+        "optim": {"minibatch": 8, "micro_batch": 3, "epochs": 2},
         "rollout": {"decisions": 6},
-        "runtime": {"mode": "inline", "trace": False},
+        "runtime": {"mode": "inline"},
     }
     return {**data, "iterations": 4, "checkpoint_every": 1, **{key: data[key] | new for key, new in changes.items()}}
 
@@ -43,9 +43,9 @@ def countdown() -> dict[str, Any]:
         "loss": {"reference_kl": 0.01},
         "advantage": {"overlong_margin": 20},
         "rollout": {"episode_group": 4, "episodes_per_env": 1},
-        "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3},
+        "optim": {"minibatch": 8, "micro_batch": 3},
         "eval": {"episodes": 2},
-        "runtime": {"mode": "inline", "trace": False},
+        "runtime": {"mode": "inline"},
     }
     merged = {key: data[key] | new for key, new in changes.items()}
     return {**data, "workflow": "grpo_reference", "iterations": 4, "checkpoint_every": 1, **merged}

@@ -38,14 +38,14 @@ from embodied.training import loop as training
 from tests.embodied.commands.test_cli import here
 from tests.variants import often
 
-RUNTIME = {"mode": "inline", "trace": False}
+RUNTIME = {"mode": "inline"}
 STATES = {
     "seed": 4,
     "checkpoint_every": 3,
     "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
     "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
     "rollout": {"decisions": 16},
-    "optim": {"target_kl": 0.5, "epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
+    "optim": {"target_kl": 0.5, "epochs": 2, "minibatch": 24, "policy_lr": 3e-3},
     "runtime": RUNTIME,
 }
 IMAGES = {
@@ -59,7 +59,7 @@ IMAGES = {
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
     "rollout": {"decisions": 4},
-    "optim": {"epochs": 1, "minibatch": 4, "threads": 1},
+    "optim": {"epochs": 1, "minibatch": 4},
 }
 
 
@@ -317,6 +317,17 @@ def test_from_python_a_complete_configuration_is_compared_and_a_named_one_stays(
         embodied.train(whole, named, runs_dir=begun.parent, resume=True)
     embodied.train(str(begun.parent / "own.yaml"), named, runs_dir=begun.parent, resume=True)
     assert settings_of("run", begun.parent).optim.policy_lr == 1e-5 and len(read(begun)) == 3
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_its_former_settings(begun: Path) -> None:
+    path = begun / "config.yaml"
+    now = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**now, "farm": {**now["farm"], "pin": True}}))
+    assert "former settings, all at their defaults, which are ignored: farm.pin" in resumed(begun, "--iterations", "3")
+    assert yaml.safe_load(path.read_text()) == {**now, "iterations": 3}
+    path.write_text(yaml.safe_dump({**now, "farm": {**now["farm"], "pin": False}}))
+    output = resumed(begun, "--iterations", "4", status=2)
+    assert "farm.pin is False, and there is no such setting any more (its default, True" in output
 
 
 def test_what_is_typed_is_known_by_its_words() -> None:

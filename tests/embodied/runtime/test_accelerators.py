@@ -47,8 +47,8 @@ def config_of(device: str = "auto", **sections: Any) -> Config:
         "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
         "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
         "rollout": {"decisions": 6},
-        "optim": {"epochs": 1, "minibatch": 12, "threads": 1},
-        "runtime": {"mode": "inline", "trace": False},
+        "optim": {"epochs": 1, "minibatch": 12},
+        "runtime": {"mode": "inline"},
     }
     return parse_config({**settings, **sections}, "test")
 
@@ -96,12 +96,11 @@ def computing(policy: str, learner: str, config: Config, mode: schedulers.Mode =
 
 def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> None:
     first, second = "here:accelerators:0", "here:accelerators:1"
-    assert computing(first, second, config_of()) == [Affinity(device="cuda:0"), Affinity((), 1, "cuda:1")]
+    assert computing(first, second, config_of()) == [Affinity(device="cuda:0"), Affinity((), len(CORES), "cuda:1")]
     turns = computing(second, second, config_of(), "collocated")
     assert [affinity.device for affinity in turns] == ["cuda:1", "cuda:1"]
     named = computing(first, first, config_of("cuda:1"))
     assert [affinity.device for affinity in named] == ["cuda:1", "cuda:1"], "the only one that the setting leaves"
-    assert computing(first, second, config_of(optim={"threads": 0}))[1].threads == len(CORES)
 
 
 def test_accelerators_that_a_worker_cannot_compute_on_are_refused(two_gpus: None) -> None:
@@ -249,7 +248,7 @@ def test_a_gpus_profile_is_refused_where_there_is_none(tmp_path: Path) -> None:
     measured = {**fingerprint(), **work_of(config), "hardware.accelerator": "Pretence"}
     schedulers.save(replace(profile_of(1e6), fingerprint=measured), path)
     with pytest.raises(UserError, match="hardware.accelerator: Pretence in the profile"):
-        checked_profile(path, config, sized_workflow(config), any_hardware=False)
+        checked_profile(path, config, sized_workflow(config))
     found = checked_profile(path, config, sized_workflow(config), any_hardware=True)
     with pytest.raises(PlanError, match="occupies accelerators, and the cluster has none"):
         schedulers.plan(sized_workflow(config), found, local_cluster(2))

@@ -209,7 +209,7 @@ def make_batch(kind: str) -> Trajectories:
 
 
 def config_of(epochs: int = 2, unit: str = "action", **loss: Any) -> Config:
-    optim = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "threads": 1, "policy_lr": 3e-3}
+    optim = {"epochs": epochs, "minibatch": 8, "micro_batch": 3, "policy_lr": 3e-3}
     return parse_config({"optim": optim, "loss": {"ratio_unit": unit, "entropy_coef": 0.01, **loss}}, "test")
 
 
@@ -412,8 +412,8 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
             "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9},
             "policy": {"chunk": 2, "device": device, "options": {"widths": [16]}},
             "rollout": {"decisions": 8},
-            "optim": {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3},
-            "runtime": {"mode": "inline", "trace": False},
+            "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 3e-3},
+            "runtime": {"mode": "inline"},
         },
         "test",
     )
@@ -501,9 +501,8 @@ def test_a_small_network_is_updated_by_one_thread(monkeypatch: pytest.MonkeyPatc
         assert available_threads() == given
 
 
-def test_the_learners_threads_are_those_that_were_set_or_else_useful(tmp_path: Path) -> None:
-    for threads, expected in ((0, 1), (3, 3)):
-        config = parse_config({"env": {"task": "tabletop/reach"}, "optim": {"threads": threads}}, "test")
-        policy = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=8), 0, widths=[16])
-        learner = Learner(policy, config, tmp_path, Affinity((), 3))
-        assert learner._affinity.threads == expected
+def test_a_learner_has_no_more_threads_than_its_network_can_use(tmp_path: Path) -> None:
+    config = parse_config({"env": {"task": "tabletop/reach"}}, "test")
+    for widths, expected in (([16], 1), ([1024, 1024], 3)):
+        policy = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=8), 0, widths=widths)
+        assert Learner(policy, config, tmp_path, Affinity((), 3))._affinity.threads == expected

@@ -48,11 +48,11 @@ def config_of(groups: int = 2, iterations: int = 3, **changes: Any) -> Config:
         "seed": 4,
         "iterations": iterations,
         "env": {"task": "tabletop/push", "num_envs": 4, "max_episode_steps": 13},
-        "farm": {"groups": groups, "physics_workers": 2, "pin": False},
+        "farm": {"groups": groups, "physics_workers": 2},
         "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
         "rollout": {"decisions": 16},
-        "optim": {"epochs": 2, "minibatch": 24, "threads": 1, "policy_lr": 3e-3},
-        "runtime": {"trace": False, "deadline_s": 240.0},
+        "optim": {"epochs": 2, "minibatch": 24, "policy_lr": 3e-3},
+        "runtime": {"deadline_s": 240.0},
     }
     return parse_config({**settings, **changes}, "test")
 

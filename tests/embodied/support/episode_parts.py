@@ -41,8 +41,8 @@ SETTINGS: dict[str, Any] = {
     "policy": {"chunk": CHUNK, "options": {"widths": [32, 32], "initial_log_std": -1.0}},
     "rollout": {"episode_group": SIZE, "episodes_per_env": 3},
     "advantage": {"outcome": "return"},
-    "optim": {"epochs": 1, "minibatch": 0, "threads": 1, "policy_lr": 1e-2, "max_grad_norm": 1e9},
-    "runtime": {"mode": "inline", "trace": False},
+    "optim": {"epochs": 1, "minibatch": 0, "policy_lr": 1e-2, "max_grad_norm": 1e9},
+    "runtime": {"mode": "inline"},
 }
 
 

@@ -32,9 +32,9 @@ SETTINGS: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": ENVS, "max_episode_steps": 9},
     "policy": {"chunk": 2, "options": {"widths": [16]}},
     "rollout": {"decisions": 8},
-    "optim": {"epochs": 1, "minibatch": 16, "threads": 1},
+    "optim": {"epochs": 1, "minibatch": 16},
     "eval": {"episodes": 4, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 IMAGES: dict[str, Any] = {
     **SETTINGS,

@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 
 
 def config_of(**optim: Any) -> Config:
-    settings = {"epochs": 2, "minibatch": 8, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3, **optim}
+    settings = {"epochs": 2, "minibatch": 8, "policy_lr": 3e-3, "value_lr": 3e-3, **optim}
     return parse_config({"seed": 5, "iterations": 10, "optim": settings}, "test")
 
 

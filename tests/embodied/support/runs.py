@@ -67,7 +67,7 @@ STATES: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
     "rollout": {"decisions": 12, "curriculum": 0.5},
-    "optim": {"epochs": 2, "minibatch": 16, "threads": 1, "policy_lr": 3e-3, "value_lr": 3e-3},
+    "optim": {"epochs": 2, "minibatch": 16, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
 IMAGES: dict[str, Any] = {

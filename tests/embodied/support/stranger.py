@@ -161,8 +161,7 @@ def settings(mode: str = "inline", **more: Any) -> dict[str, Any]:
         "policy": {"kind": NAMES["policy.kind"], "options": {"std": 0.4}},
         "farm": {"physics_workers": 2},
         "rollout": {"decisions": 16},
-        "optim": {"threads": 1},
         "eval": {"episodes": 4, "videos": 0},
-        "runtime": {"mode": mode, "trace": False},
+        "runtime": {"mode": mode},
         **more,
     }

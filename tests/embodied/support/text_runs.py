@@ -94,8 +94,8 @@ def settings(model: Path, task: str = "one", **changes: Any) -> dict[str, Any]:
         },
         "rollout": {"episode_group": 4},
         "loss": {"ratio_unit": "action"},
-        "optim": {"epochs": 1, "minibatch": 0, "micro_batch": 3, "threads": 1, "policy_lr": 1e-2},
+        "optim": {"epochs": 1, "minibatch": 0, "micro_batch": 3, "policy_lr": 1e-2},
         "eval": {"episodes": 4, "videos": 0},
-        "runtime": {"mode": "inline", "trace": False, "deadline_s": 300},
+        "runtime": {"mode": "inline", "deadline_s": 300},
     }  # fmt: skip
     return {**data, **{k: {**data.get(k, {}), **v} if isinstance(v, dict) else v for k, v in changes.items()}}

@@ -116,7 +116,7 @@ SMALL: dict[str, Any] = {
     "rollout": {"episode_group": 4},
     "policy": {"options": {"widths": [8]}},
     "eval": {"episodes": 1, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
     "track": [],
 }
 

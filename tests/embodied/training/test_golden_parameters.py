@@ -61,7 +61,7 @@ def config_of(run: str) -> Config:
     data = load_config(name).model_dump(mode="json")
     for key, value in differs.items():
         data[key] = {**data[key], **value} if isinstance(value, dict) else value
-    data["runtime"] = {"mode": "inline", "trace": False}
+    data["runtime"] = {"mode": "inline"}
     return parse_config(data, name)
 
 
@@ -72,7 +72,6 @@ def parameters_after(run: str, folder: Path) -> dict[str, Tensor]:
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        config = config.model_copy(update={"optim": config.optim.model_copy(update={"threads": 1})})
         with open_session(config) as session:
             training.train(config, run_dir, session, None)
     finally:

@@ -41,10 +41,10 @@ STATES: dict[str, Any] = {
     "env": {"task": "tabletop/reach", "num_envs": 4},
     "policy": {"options": {"widths": [64, 64], "initial_log_std": -1.5}},
     "rollout": {"decisions": 32},
-    "optim": {"threads": 1, "minibatch": 64, "epochs": 2},
+    "optim": {"minibatch": 64, "epochs": 2},
     "sft": {"steps": 200, "batch": 32, "lr": 3e-3, "measure_every": 50},
     "eval": {"episodes": 20, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 PIXELS = {
     **STATES,

@@ -28,11 +28,11 @@ from tests.variants import often
 
 SHORT = {
     "env": {"num_envs": 2, "max_episode_steps": 4},
-    "optim": {"threads": 1, "minibatch": 8, "micro_batch": 3, "epochs": 2},
+    "optim": {"minibatch": 8, "micro_batch": 3, "epochs": 2},
     "rollout": {"decisions": 6},
     "sft": {"steps": 6, "batch": 8, "measure_every": 3},
     "eval": {"episodes": 2, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 
 

@@ -30,10 +30,10 @@ SETTINGS: dict[str, Any] = {
         "options": {"checkpoint": str(CHECKPOINT), "asset": "demonstrations", "steps": 3, "value_widths": [8]},
     },
     "rollout": {"decisions": 4},
-    "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 1e-3, "threads": 1},
+    "optim": {"epochs": 2, "minibatch": 8, "policy_lr": 1e-3},
     "sft": {"steps": 3, "batch": 8, "lr": 1e-3},
     "eval": {"episodes": 2, "videos": 0},
-    "runtime": {"mode": "inline", "trace": False},
+    "runtime": {"mode": "inline"},
 }
 
 

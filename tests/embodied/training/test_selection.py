@@ -24,7 +24,7 @@ SETTINGS = {
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 20},
     "policy": {"options": {"widths": [16], "initial_log_std": 0.0}},
     "rollout": {"decisions": 32},
-    "optim": {"epochs": 2, "minibatch": 32, "threads": 1, "policy_lr": 3e-2},
+    "optim": {"epochs": 2, "minibatch": 32, "policy_lr": 3e-2},
     "runtime": RUNTIME,
 }
 """A rate that makes another policy of it every time: some are better than others."""

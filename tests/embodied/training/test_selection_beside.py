@@ -27,8 +27,8 @@ from tests.embodied.run.test_resume import assert_same_run, rewind, run
 from tests.embodied.training.test_selection import SETTINGS
 from tests.variants import often
 
-INLINE = {"mode": "inline", "trace": False}
-ONE_WORKER = {"farm": {"physics_workers": 1}, "runtime": {"mode": "ray", "trace": False}}
+INLINE = {"mode": "inline"}
+ONE_WORKER = {"farm": {"physics_workers": 1}, "runtime": {"mode": "ray"}}
 """It leaves all cores but one."""
 
 
@@ -188,6 +188,6 @@ def test_a_configured_run_leaves_room_only_if_its_settings_do() -> None:
     cores = (0, 1)
     assert free_room(configured(config_of(1, farm={}), cores), cores, []) is None
     assert free_room(configured(config_of(1), cores), cores, []) == Room(1)
-    assert free_room(configured(config_of(1, farm={"physics_workers": 1, "pin": False}), cores), cores, []) is None
+    assert free_room(configured(config_of(1, farm={"physics_workers": 1}), cores), cores, []) is None
     inline = config_of(1, runtime=INLINE)
     assert free_room(configured(inline, cores), cores, []) is None

@@ -59,7 +59,7 @@ def config_of(decisions: int = 5, **changes: Any) -> Config:
             "options": {"encoder": "cnn", "features": 8, "widths": [8], "critic_widths": [8], "steps": 2},
         },
         "rollout": {"decisions": decisions},
-        "optim": {"epochs": 2, "minibatch": 5, "threads": 1},
+        "optim": {"epochs": 2, "minibatch": 5},
         "farm": {"groups": 2, "physics_workers": 1},
         "runtime": {"mode": "inline", "deadline_s": 120},
     }
@@ -203,18 +203,6 @@ def test_runs_without_frames_count_none(tmp_path: Path) -> None:
     assert not [key for row in read(tmp_path) for key in row if "frame" in key]
 
 
-# --- what is not asked for is not made
-
-
-@pytest.mark.parametrize("trace", [True, False])
-def test_without_a_trace_no_span_is_made(trace: bool, tmp_path: Path) -> None:
-    config = config_of(runtime={"mode": "inline", "trace": trace})
-    with open_session(config) as session, start_run(config, tmp_path, session, assigned()) as workers:
-        workers.begin(None, 0)
-        one = workers.iterate(0)
-    assert bool(one.spans) == bool(one.summary.spans) == trace
-
-
 def layout_of(rows: int) -> MemoryLayout:
     chunk = torch.zeros(1, CHUNK, 3)
     return MemoryLayout.of(MemoryShape(rows, ENVS, ()), Inputs(), Action(chunk, chunk, torch.zeros(1), {}))
@@ -281,7 +269,7 @@ from pathlib import Path
 from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from tests.embodied.trajectories.test_trajectory_memory import assigned, blocks_of, config_of
-config = config_of(runtime={"mode": "ray", "trace": False})
+config = config_of(runtime={"mode": "ray"})
 with open_session(config) as session, start_run(config, Path(sys.argv[1]), session, assigned()) as workers:
     workers.begin(None, 0)
     workers.iterate(0)
@@ -363,7 +351,7 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
     config = config_of(
         84,
         env={"task": "tabletop/reach", "num_envs": 8, "cameras": 1, "image_size": 224, "max_episode_steps": 500},
-        optim={"epochs": 1, "minibatch": 4, "micro_batch": 4, "threads": 1},
+        optim={"epochs": 1, "minibatch": 4, "micro_batch": 4},
     )
     with start_run(config, tmp_path, ray, assigned()) as workers:
         workers.begin(None, 0)
