@@ -237,9 +237,7 @@ def check_profile(
         if profile.fingerprint.get(key) != fingerprint.get(key)
     ]
     if differs:
-        raise PlanError(
-            f"the profile was measured on other hardware ({'; '.join(differs)}): measure again"
-        )
+        raise PlanError(f"the profile was measured on other hardware ({'; '.join(differs)}): measure again")
 
 
 def check_components(workflow: Workflow, profile: Profile) -> None:
