@@ -1,14 +1,27 @@
-"""Results that threads read ahead come in order, with their errors, and the threads end."""
+"""What threads and processes read ahead comes in order, with its errors, and they end."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 
+from embodied.demonstrations import Batch, Dataset, DatasetError
 from embodied.demonstrations.data_files import read_ahead
+from embodied.demonstrations.loader import Loader, Request
+from embodied.demonstrations.mixture import Demonstrations, Source
+from embodied.errors import UserError
 
 
 def reading_threads() -> list[threading.Thread]:
@@ -61,3 +74,112 @@ def test_closing_ends_the_threads() -> None:
 def test_without_workers_nothing_can_be_read() -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         next(read_ahead(lambda key: key, [1], workers=0))
+
+
+# --- In processes
+
+HERE = Path(__file__).parent / "lerobot"
+CAMERAS = ("front", "still")
+"""A camera in videos, and one in pictures."""
+ONE = f"""
+import time
+from pathlib import Path
+from tests.embodied.demonstrations.test_loader import demonstrations_of, loader_of, requests_of
+if __name__ == "__main__":
+    data = demonstrations_of(Path({str(HERE / "converted")!r}))
+    with loader_of(data, 2) as loader:
+        for number, _ in enumerate(loader.read(requests_of(data, 10**6, 4))):
+            if number == 4:
+                print("reading", flush=True)
+"""
+"""A program that reads until it is ended."""
+
+
+def demonstrations_of(*folders: Path) -> Demonstrations:
+    datasets = [Dataset(folder) for folder in folders]
+    return Demonstrations(tuple(Source(each, None, tuple(range(len(each.episodes))), ()) for each in datasets))
+
+
+def loader_of(demonstrations: Demonstrations, workers: int) -> Loader:
+    return Loader(demonstrations, chunk=3, cameras=CAMERAS, workers=workers)
+
+
+def requests_of(demonstrations: Demonstrations, count: int, size: int) -> Iterator[Request]:
+    """Rows of each dataset in turn."""
+    draw, begins = np.random.default_rng(0), demonstrations.begins
+    for number in range(count):
+        dataset = number % len(demonstrations.datasets)
+        yield Request(draw.integers(begins[dataset], begins[dataset + 1], size))
+
+
+def content(found: Iterable[tuple[Request, Batch]]) -> list[Any]:
+    """All that was read, to the last bit."""
+    return [
+        (request.rows.tolist(), batch.instruction)
+        + tuple(part.tobytes() for part in (*batch.frames.values(), batch.actions, batch.padding))
+        for request, batch in found
+    ]
+
+
+def test_the_number_of_processes_changes_neither_content_nor_order() -> None:
+    demonstrations = demonstrations_of(HERE / "converted", HERE / "other")
+
+    def read_by(workers: int) -> list[Any]:
+        with loader_of(demonstrations, workers) as loader:  # two at once, as training and measurement are
+            pairs = zip(*(loader.read(requests_of(demonstrations, 12, 16)) for _ in range(2)), strict=True)
+            return [content(found) for found in zip(*pairs, strict=True)]
+
+    expected = read_by(0)
+    assert [len(found) for found in expected] == [12, 12] and expected[0] == expected[1]
+    for workers in (1, 2, 3):
+        assert read_by(workers) == expected, workers
+
+
+def test_an_error_in_a_process_is_raised_in_its_place(tmp_path: Path) -> None:
+    shutil.copytree(HERE / "converted_tiny_files", tmp_path / "cut")
+    demonstrations = demonstrations_of(tmp_path / "cut")
+    video = sorted((tmp_path / "cut").rglob("*.mp4"))[-1]
+    video.unlink()
+    last = Request(np.array([len(demonstrations.datasets[0]) - 1]))
+    with loader_of(demonstrations, 2) as loader:
+        found = loader.read([Request(np.array([0])), Request(np.array([1])), last])
+        assert [request.rows[0] for request, _ in (next(found), next(found))] == [0, 1]
+        with pytest.raises(DatasetError, match=f"{video.name} is missing"):
+            next(found)
+
+
+def test_a_killed_process_ends_the_reading_with_a_message_that_says_so() -> None:
+    demonstrations, before = demonstrations_of(HERE / "converted"), set(psutil.Process().children())
+    with loader_of(demonstrations, 2) as loader, closing(loader.read(requests_of(demonstrations, 10**6, 4))) as found:  # type: ignore[type-var]
+        next(found)
+        killed, other = sorted(process.pid for process in psutil.Process().children() if is_reader(process))
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(UserError, match=rf"\(pid {killed}\) was killed by signal 9 \(Killed\).*loader-workers"):
+            for _ in found:
+                pass
+    assert set(psutil.Process().children()) - before == set() and not psutil.pid_exists(other)
+
+
+def is_reader(process: psutil.Process) -> bool:
+    return "spawn_main" in " ".join(process.cmdline())
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_ended_program_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes of a terminal; a kill the program alone."""
+    script, errors = tmp_path / "read.py", tmp_path / "errors"
+    script.write_text(ONE)
+    with errors.open("w") as sink:
+        program = subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+            stdout=subprocess.PIPE, stderr=sink, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert program.stdout is not None and program.stdout.readline() == "reading\n", errors.read_text()
+        readers = [each for each in psutil.Process(program.pid).children(recursive=True) if is_reader(each)]
+        assert len(readers) == 2
+        (os.killpg if how == signal.SIGINT else os.kill)(program.pid, how)
+        assert program.wait(60) != 0
+    _, alive = psutil.wait_procs(readers, timeout=60)
+    assert not alive
+    assert errors.read_text().count("Traceback") == (1 if how == signal.SIGINT else 0)  # the program's own

@@ -1,0 +1,158 @@
+"""Reads demonstrations ahead of the learner: rows become batches, in threads or in processes.
+
+What is read depends on the rows that are asked for alone: neither the number of processes nor their speed changes a
+batch or the order of batches. Each learner rank asks for its own rows.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from embodied.demonstrations.data_files import read_ahead
+from embodied.demonstrations.mixture import Demonstrations, Index
+from embodied.demonstrations.reader import Batch
+from embodied.errors import UserError
+from embodied.reporting.live import quiet
+
+THREADS = 2
+"""Threads that read where no processes do. Decoders release Python's lock while they work."""
+AHEAD = 4
+"""Requests that are read ahead, at least."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows that are read together. What else a caller keeps beside them belongs into a subclass."""
+
+    rows: Index
+    """[B] rows of one dataset, as `Demonstrations` counts them."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+class Loader:
+    """Reads rows ahead in `workers` processes; 0: in threads of this process.
+
+    Each process opens the datasets anew, and keeps encoded pictures and open videos of its own. The processes end with
+    `close` or the `with` block, and also when this process is killed.
+    """
+
+    def __init__(self, demonstrations: Demonstrations, *, chunk: int, cameras: Sequence[str], workers: int = 0) -> None:
+        """`chunk` actions of each row are read, and the frames of `cameras`."""
+        self._reader = _Reader(replace(demonstrations), chunk, tuple(cameras))
+        self._processes = [_Process(self._reader) for _ in range(workers)]
+        self._idle: SimpleQueue[_Process] = SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    def read(self, requests: Iterable[R]) -> Iterator[tuple[R, Batch]]:
+        """Each request and its batch, in the order of the requests. Several are read ahead of the caller.
+
+        Close the iterator before the loader. Raises `DatasetError` where a row cannot be read, and `UserError` where
+        a process was killed.
+        """
+        at_once = len(self._processes) or THREADS
+        return read_ahead(self._read, requests, workers=at_once, depth=max(AHEAD, 2 * at_once))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, request: R) -> tuple[R, Batch]:
+        if not self._processes:
+            return request, self._reader.read(request.rows)
+        process = self._idle.get()
+        try:
+            return request, process.read(request.rows)
+        finally:
+            self._idle.put(process)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one request. It pickles small: the datasets as the names of their folders."""
+
+    demonstrations: Demonstrations
+    chunk: int
+    cameras: tuple[str, ...]
+
+    def read(self, rows: Index) -> Batch:
+        ((_, batch),) = self.demonstrations.batches(rows, self.chunk, self.cameras)
+        return batch
+
+
+class _Process:
+    """A process that reads one request after the other."""
+
+    def __init__(self, reader: _Reader) -> None:
+        # Spawned: a fork of a process with threads hangs on a lock that one of them held.
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, pickle.dumps(reader)), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def read(self, rows: Index) -> Batch:
+        try:
+            self._ours.send(rows)
+            found: Batch | Exception = self._ours.recv()
+        except (EOFError, OSError) as error:
+            raise UserError(self._end()) from error
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._ours.close()
+
+    def _end(self) -> str:
+        """What became of the process, which has closed its end of the pipe."""
+        self._process.join(1)
+        code = self._process.exitcode
+        if code is None or code >= 0:
+            how = f"ended with exit status {code}; its output says why"
+        else:
+            how = (
+                f"was killed by signal {-code}{f' ({name})' if (name := signal.strsignal(-code)) else ''}; where the "
+                "system ended it for want of memory, fewer such processes need less (--sft.loader-workers)"
+            )
+        return (
+            f"a process that reads demonstrations ahead (pid {self._process.pid}) {how}. What was learned is kept: "
+            "resume the run"
+        )
+
+
+def _serve(requests: Connection, pickled: bytes) -> None:
+    """Answer requests until the other end of the pipe is closed, as it is when that process was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the other one ends this one
+    torch.set_num_threads(1)
+    reader: _Reader | None = None
+    with quiet(), suppress(EOFError, OSError):
+        while True:
+            rows: Index = requests.recv()
+            try:
+                reader = reader or pickle.loads(pickled)  # noqa: S301 (this program's own)
+                found: Batch | Exception = reader.read(rows)
+            except Exception as error:  # raised again where the result is waited for
+                found = error
+            requests.send(found)
