@@ -7,7 +7,6 @@ batch or the order of batches. Each learner rank asks for its own rows.
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -88,7 +87,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one request. It pickles small: the datasets as the names of their folders."""
+    """Reads rows. Pickled, it has the datasets as the names of their folders."""
 
     demonstrations: Demonstrations
     chunk: int
@@ -105,19 +104,22 @@ class _Process:
     def __init__(self, reader: _Reader) -> None:
         # Spawned: a fork of a process with threads hangs on a lock that one of them held.
         context = multiprocessing.get_context("spawn")
+        self._reader: _Reader | None = reader
+        """What the process has yet to get."""
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, pickle.dumps(reader)), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
     def read(self, rows: Index) -> Batch:
         try:
-            self._ours.send(rows)
+            self._ours.send((self._reader, rows))
             found: Batch | Exception = self._ours.recv()
         except (EOFError, OSError) as error:
             raise UserError(self._end()) from error
         if isinstance(found, Exception):
             raise found
+        self._reader = None
         return found
 
     def close(self) -> None:
@@ -142,17 +144,20 @@ class _Process:
         )
 
 
-def _serve(requests: Connection, pickled: bytes) -> None:
+def _serve(requests: Connection) -> None:
     """Answer requests until the other end of the pipe is closed, as it is when that process was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes: the other one ends this one
     torch.set_num_threads(1)
     reader: _Reader | None = None
     with quiet(), suppress(EOFError, OSError):
-        while True:
-            rows: Index = requests.recv()
+        while requests.poll(None):
             try:
-                reader = reader or pickle.loads(pickled)  # noqa: S301 (this program's own)
+                new, rows = requests.recv()
+                reader = new or reader
+                assert reader is not None
                 found: Batch | Exception = reader.read(rows)
+            except EOFError:
+                return
             except Exception as error:  # raised again where the result is waited for
                 found = error
             requests.send(found)
