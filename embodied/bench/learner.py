@@ -36,7 +36,8 @@ from embodied.bench.settings import BenchLearner
 from embodied.config.schema import LossConfig, OptimConfig
 from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
-from embodied.learning.update import Denominators, LossFunction, make_optimizer, micro_batch_loss, read_losses
+from embodied.learning.optimizer import make_optimizer
+from embodied.learning.update import Denominators, LossFunction, micro_batch_loss, read_losses
 from embodied.reporting.live import steps
 from embodied.trajectories.batch import TensorDecisions
 from policies.contract import Inputs, Policy
@@ -69,7 +70,9 @@ class Update:
         self.policy, self.device = policy, device_of(policy)
         loss, settings = LossConfig(), OptimConfig()
         self._loss, self._max_grad_norm = loss, settings.max_grad_norm
-        self.optimizer = make_optimizer(policy, settings)
+        self.optimizer = make_optimizer(
+            policy, policy_lr=settings.policy_lr, value_lr=settings.value_lr, eps=settings.adam_eps
+        )
         generator = torch.Generator("cpu").manual_seed(seed)
         inputs = make_inputs(policy, minibatch, seed, CPU)
         noise, advantage = (torch.randn(minibatch, n, generator=generator) for n in (policy.noise_dim, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from embodied.commands.evaluate import finish_run
 from embodied.config.schema import Config
 from embodied.devices import release
 from embodied.errors import UserError
-from embodied.execution.session import open_session
+from embodied.execution.session import Session, open_session
 from embodied.reporting.trackers import check_packages, tracked
 from embodied.run.folder import begun_from, has_checkpoint, open_run_folder
 from embodied.run.saved_settings import find_run, recorded_settings
@@ -24,7 +25,7 @@ from embodied.training.preflight import (
     goes_on,
     say_conventions,
 )
-from embodied.training.sft import STAGE, imitate
+from embodied.training.sft import STAGE, check_shares, imitate
 from embodied.workflows.context import task_spec
 from sim_farm.workers.hosts import InProcess
 
@@ -55,6 +56,12 @@ def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
     return config.model_copy(update={"sft": config.sft.model_copy(update={"data": data})})
 
 
+def ranks_session(config: Config) -> AbstractContextManager[Session | None]:
+    """A session for several ranks; None for one, which learns in this process, as everything does inline."""
+    several = config.optim.ranks > 1 and config.runtime.mode != "inline"
+    return open_session(config) if several else nullcontext()
+
+
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = _with_data(begun_from(config, runs_dir, resume, STAGE), runs_dir, resume)
@@ -66,12 +73,14 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
         say_conventions(config, config.policy.init)
     check_evaluation(config, (config.env.task,))
     check_own_evaluation(config)
+    check_shares(config)
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if config.eval.every:
             show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")
         with tracked(config, run_dir) as tracking:
-            result = imitate(config, info, run_dir, found, tracking=tracking)
+            with ranks_session(config) as session:
+                result = imitate(config, info, run_dir, found, session=session, tracking=tracking)
             release()  # the evaluator, in a process of its own, needs the device's memory
             with open_session(config) as session:
                 return finish_run(config, run_dir, session, result, found is not None, tracking=tracking)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -131,14 +131,19 @@ class Demonstrations:
         shares = np.array(self.weights) / sum(self.weights)
         return np.concatenate([np.full(n, share / n) for n, share in zip(counts, shares, strict=True) if n])
 
-    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
-        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
-        begins = self.begins
-        for dataset, begin, end in zip(self.datasets, begins, begins[1:], strict=False):
+    def by_dataset(self, rows: Index) -> Iterator[Index]:
+        """For each dataset that has some of the rows `rows`: their places in `rows`."""
+        for begin, end in pairwise(self.begins):
             places = np.flatnonzero((rows >= begin) & (rows < end))
             if len(places):
-                batch = dataset.batch(rows[places] - begin, chunk, cameras)
-                yield places, replace(batch, actions=self.gripper.applied(batch.actions))
+                yield places
+
+    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
+        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
+        for places in self.by_dataset(rows):
+            number = int(np.searchsorted(self.begins, rows[places[0]], "right")) - 1
+            batch = self.datasets[number].batch(rows[places] - self.begins[number], chunk, cameras)
+            yield places, replace(batch, actions=self.gripper.applied(batch.actions))
 
     def column(self, name: str) -> Float32:
         """[env steps of episodes learned from, ...] of a column that all datasets have; actions in the environment's

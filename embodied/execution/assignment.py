@@ -16,6 +16,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity, accelerators, available_threads
 from embodied.errors import UserError, nearest
 from embodied.rollout.rollout_loop import rows_for_finals
+from embodied.runtime.api import NodeInfo
 from embodied.workflows.context import FINALS, bootstrap_of, task_spec
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import episodes_of, name_in_task, physics_workers_of, rounds_of, tasks_of
@@ -112,6 +113,25 @@ def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] 
         farms=(farm,) * (1 + len(config.extra_tasks)),
         components=placed,
     )
+
+
+def imitation_places(config: Config, cores: tuple[int, ...], nodes: Sequence[NodeInfo]) -> tuple[Affinity, ...]:
+    """Places of the ranks that learn from demonstrations: the GPUs of this machine, then those of the cluster's other
+    machines, one rank each while they last. Without GPUs the machines, in turn.
+
+    `nodes` are the cluster's machines, this one first; empty: there is this one alone.
+    """
+    others = [node for node in nodes if not node.is_here]
+    gpus = accelerators(config.policy.device)
+    if gpus:
+        away = [(node.id, f"cuda:{number}") for node in others for number in range(node.accelerators)]
+        places = [(HERE, str(gpu)) for gpu in gpus] + away
+    else:
+        places = [(HERE, "cpu"), *((node.id, "cpu") for node in others)]
+    chosen = [places[rank % len(places)] for rank in range(config.optim.ranks)]
+    sizes = {HERE: min(len(cores), available_threads()), **{node.id: node.cores for node in others}}
+    on = [node for node, _ in chosen]
+    return tuple(Affinity((), max(sizes[node] // on.count(node), 1), device, node) for node, device in chosen)
 
 
 def _on_gpus(config: Config, place: Affinity, count: int) -> tuple[Affinity, ...]:

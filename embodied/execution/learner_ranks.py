@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
@@ -31,22 +32,27 @@ def start_ranks(
     session: Session, learner: WorkflowComponent, base: WorkerContext, assignment: Assignment
 ) -> WorkerGroup[LearnerRole]:
     """Start the learner's ranks as the assignment places them, and connect them. If one fails, all end."""
-    ranks, runtime = ranks_of(base.config, assignment), session.runtime
+    ranks = ranks_of(base.config, assignment)
     places = assignment.components[learner.name][:ranks]
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
-    group: WorkerGroup[LearnerRole] = runtime.start_group(
+    group: WorkerGroup[LearnerRole] = session.runtime.start_group(
         learner.name, WorkflowComponent.make, ranks, lambda rank: (learner, contexts[rank]), nodes=nodes
     )
-    if ranks == 1:
-        return group
+    connect_ranks(session, group, nodes)
+    return group
+
+
+def connect_ranks(session: Session, group: WorkerGroup[Any], nodes: Sequence[str]) -> None:
+    """Connect the ranks of a group on these nodes with each other. If one fails, all end."""
+    if group.size == 1:
+        return
     try:
         address = group.call_one(0, LearnerRole.listen, _rendezvous_host(session, nodes))
-        group.call_all(LearnerRole.join, address, runtime.deadline.inner().seconds)
+        group.call_all(LearnerRole.join, address, session.runtime.deadline.inner().seconds)
     except BaseException:
         group.abandon()  # the other ranks wait for one that failed
         raise
-    return group
 
 
 def _rendezvous_host(session: Session, nodes: Sequence[str]) -> str:

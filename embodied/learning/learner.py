@@ -38,13 +38,14 @@ from embodied.devices import (
 )
 from embodied.errors import UserError
 from embodied.learning.offload import Offload, Switch
+from embodied.learning.optimizer import make_optimizer
 from embodied.learning.parallel import ReplicatedPolicy, values_of
-from embodied.learning.update import LossFunction, Update, UpdateStatistics, make_optimizer, metrics_of
+from embodied.learning.trained_policy import TrainedPolicy
+from embodied.learning.update import LossFunction, Update, UpdateStatistics, metrics_of
 from embodied.learning.weight_sync import WeightsPublisher
 from embodied.metric import Metric
 from embodied.run import checkpoint
-from embodied.run.background_writer import BackgroundWriter, Written
-from embodied.runtime.ranks import LOOPBACK, Ranks
+from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import StoredDecisions, Trajectories, join_columns, without_broken_episodes
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.checks import check_algorithm, check_credit, check_ranks
@@ -104,7 +105,7 @@ class _Received:
     seconds: float = 0.0
 
 
-class Learner(WeightsPublisher):
+class Learner(TrainedPolicy, WeightsPublisher):
     """Owner of the policy that is trained, and of its optimiser. `receive` each part of a rollout, then `finish`."""
 
     takes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
@@ -120,24 +121,21 @@ class Learner(WeightsPublisher):
     ) -> None:
         """`ranks` are not connected yet (`join`); None: this learner is the only one."""
         self.check(config)
-        self.policy = policy
-        self.ranks = ranks or Ranks()
         self._device = device_of(policy)
-        self._config, self._run_dir = config, run_dir
+        self._run_dir = run_dir
         self._recipe = recipe_of(config)
         self._estimate = self._recipe.estimator_function()
         self._controls = UpdateControls(config)
-        self._use(ReplicatedPolicy(policy, self.ranks))
+        most = affinity or Affinity((), available_threads())
+        rows = config.optim.micro_batch or config.optim.minibatch or config.env.num_envs * config.rollout.decisions
+        affinity = replace(most, threads=useful_threads(policy, rows, most.threads))
+        super().__init__(policy, config, affinity, ranks)
         self._accumulates = streams(config)
         """The update is one step, whose gradient is a sum over parts."""
         self._estimates_together = not groups_suffice(config)
         """The estimator needs all parts of an iteration at once."""
-        most = affinity or Affinity((), available_threads())
-        rows = config.optim.micro_batch or config.optim.minibatch or config.env.num_envs * config.rollout.decisions
-        self._affinity = replace(most, threads=useful_threads(policy, rows, most.threads))
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
-        self._writer = BackgroundWriter()
         self._memory: TrajectoryMemory | None = None
         """The trajectories' memory, kept so that it is mapped and pinned once."""
         self._received = _Received()
@@ -159,9 +157,11 @@ class Learner(WeightsPublisher):
         return cls(policy, context.config, context.run_dir, context.affinity, ranks)
 
     def _use(self, parallel: ReplicatedPolicy) -> None:
-        """Update the policy as this rank has it, with a new optimiser."""
-        self._parallel = parallel
-        self.optimizer = make_optimizer(self.policy, self._config.optim)
+        super()._use(parallel)
+        optim = self._config.optim
+        self.optimizer = make_optimizer(
+            self.policy, policy_lr=optim.policy_lr, value_lr=optim.value_lr, eps=optim.adam_eps
+        )
         credit, critic = self._config.advantage.credit, self._recipe.critic
         self._update = Update(
             parallel,
@@ -323,30 +323,13 @@ class Learner(WeightsPublisher):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return TrainedBytes(_bytes(parameters), _bytes(trained), _bytes(self.weights().values()))
 
-    # --- ranks
-
-    def listen(self, host: str = LOOPBACK) -> str:
-        """On rank 0: accept the other ranks at this machine's address `host`. Returns HOST:PORT for `join`."""
-        return self.ranks.listen(host)
-
-    def join(self, address: str, timeout_s: float) -> None:
-        """Connect to the other ranks, through rank 0 at `address`; replicate or shard the policy.
-
-        Raises `PeerFailed` where not all ranks are there in time, and for later waits of more than `timeout_s`.
-        """
-        from embodied.learning.sharding import parallelised  # an import of a second, which one rank does not need
-
-        with self._affinity.applied():
-            self.ranks.join(address, timeout_s)
-            self._use(parallelised(self.policy, self._config, self.ranks))
-
     def leave(self) -> None:
-        """Close the connections to the other ranks, once the checkpoint in progress is complete."""
+        """Close the connections to other workers, once the checkpoint in progress is complete."""
         try:
             self.saved()
         finally:
             self.close_broadcast()
-            self.ranks.leave()
+            super().leave()
 
     # --- device memory
 
@@ -374,34 +357,12 @@ class Learner(WeightsPublisher):
     # --- checkpoints
 
     def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
-        """Begin to write a checkpoint of policy, optimiser and run, as they are now, below `root`.
-
-        Returns once everything is copied: training may go on while a thread of each rank writes. `saved` waits until
-        the checkpoint is complete. Every rank must be called. Waits for the previous checkpoint, and raises its
-        failure.
-        """
-        self.saved()
-        state = replace(state, controls=self._controls.numbers())
-        self._writer.begin(self._parallel.stage(root, state, self.optimizer, environments))
-
-    def saving(self) -> bool:
-        """True while a checkpoint is being written."""
-        return self._writer.busy
-
-    def saved(self) -> Written | None:
-        """Wait for the checkpoint that `save` began. Returns when it was written, None without one.
-
-        Raises `CheckpointError`, once, where it could not be written; then nothing is left of it.
-        """
-        return self._writer.wait()
+        super().save(root, replace(state, controls=self._controls.numbers()), environments)
 
     def load(self, folder: Path) -> None:
         """Load policy, optimiser and controls from a verified checkpoint, of any number of ranks."""
-        self.saved()
-        self._parallel.load(folder, self.optimizer)
-        # Rank 0 reads: another may be on a machine that does not see the folder.
-        found = self.ranks.first_does("read the checkpoint", lambda: dict(checkpoint.read_state(folder).controls))
-        self._controls.load(self.ranks.broadcast_plain(found))
+        super().load(folder)
+        self._controls.load(self._state_in(folder)["controls"])
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from embodied.run import checkpoint
 from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import Trajectories
 from policies.contract import Policy
+
+T = TypeVar("T")
 
 
 class ReplicatedPolicy:
@@ -46,11 +49,20 @@ class ReplicatedPolicy:
         its parameters have gradients to sum. `synchronise`: False if more passes follow before the gradient is needed.
         """
         share = self.ranks.share(minibatch)
-        for index in share.split(size) if len(share) else ():
-            progress.report()
-            yield index, True
-        if not len(share):
-            yield minibatch[:1], False
+        most = -(-self.ranks.largest_share(len(minibatch)) // size)
+        passes = self.padded(share.split(size) if len(share) else (), most, minibatch[:1])
+        for number, (index, counts) in enumerate(passes):
+            self.begin_pass(synchronise and number == len(passes) - 1)
+            yield index, counts
+
+    def padded(self, mine: Sequence[T], most: int, blank: T) -> list[tuple[T, bool]]:
+        """The passes of this rank, `mine`, and True if they count; a rank without any has one of `blank`, which does
+        not. `most` is the largest number of passes of a rank."""
+        return [(each, True) for each in mine] or [(blank, False)]
+
+    def begin_pass(self, last: bool) -> None:
+        """Called before each forward and backward pass. `last`: the gradient is needed after it."""
+        progress.report()
 
     def sum_gradients(self) -> None:
         """Sum the gradients over the ranks, once per optimiser step. Nothing to do on one rank."""
@@ -72,6 +84,11 @@ class ReplicatedPolicy:
         finally:
             for parameter in actor:
                 parameter.requires_grad_(True)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A block without gradients in which every rank can compute by itself with the whole policy, by any method."""
+        yield
 
     # --- weights and checkpoints
 

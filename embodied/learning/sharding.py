@@ -10,9 +10,10 @@ steps; passes compute in 16 bits as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from embodied import progress
 from embodied.config.schema import Config
 from embodied.devices import CPU, copies, defines
 from embodied.errors import UserError
@@ -31,6 +31,7 @@ from embodied.runtime.ranks import Ranks, bind
 from embodied.workflows.sizes import holds_shards
 from policies.contract import Policy
 
+T = TypeVar("T")
 SHORT = (torch.bfloat16, torch.float16)
 """Types of parameters in which small steps are lost."""
 WRITE_S = 1800.0
@@ -60,7 +61,7 @@ class ShardedPolicy(ReplicatedPolicy):
         taken = {id(p) for group in groups for p in _parameters(group).values()}
         rest = {name: p for name, p in policy.named_parameters() if id(p) not in taken}
         self._shard([policy], rest)
-        for method in ("evaluate", "precompute"):
+        for method in ("evaluate", "imitate", "precompute"):
             if method == "evaluate" or defines(policy, method):
                 register_fsdp_forward_method(policy, method)
         for module in policy.modules():
@@ -98,17 +99,31 @@ class ShardedPolicy(ReplicatedPolicy):
             for parameter in self.policy.actor_parameters():
                 parameter.grad = None
 
-    def micro_batches(self, minibatch: Tensor, size: int, synchronise: bool = True) -> Iterator[tuple[Tensor, bool]]:
-        """See `ReplicatedPolicy`; all ranks make equally many passes, and the last one sums the gradients."""
-        root, share = self.policy, self.ranks.share(minibatch)
+    def padded(self, mine: Sequence[T], most: int, blank: T) -> list[tuple[T, bool]]:
+        """See `ReplicatedPolicy`; all ranks make equally many passes, since each gathers parameters from all."""
+        return [(each, True) for each in mine] + [(blank, False)] * (most - len(mine))
+
+    def begin_pass(self, last: bool) -> None:
+        """See `ReplicatedPolicy`; the backward pass of the last one sums the gradients."""
+        super().begin_pass(last)
+        root = self.policy
         assert isinstance(root, FSDPModule)
-        counted = list(share.split(size)) if len(share) else []
-        passes = -(-self.ranks.largest_share(len(minibatch)) // size)
-        for number in range(passes):
-            progress.report()
-            root.set_requires_gradient_sync(synchronise and number == passes - 1)
-            counts = number < len(counted)
-            yield (counted[number] if counts else minibatch[:1]), counts
+        root.set_requires_gradient_sync(last)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `ReplicatedPolicy`; meanwhile the device holds all parameters, in the type that passes compute in."""
+        modules = [module for module in self.policy.modules() if isinstance(module, FSDPModule)]
+        with self.ranks.waiting("gather the policy"):
+            for module in modules:
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.reshard()
+                module.set_reshard_after_forward(module is not self.policy, recurse=False)  # as `fully_shard` has it
 
     def sum_gradients(self) -> None:
         """The last backward pass has summed them."""

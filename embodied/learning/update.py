@@ -37,9 +37,10 @@ from embodied.algorithms.losses import (
     value_loss,
 )
 from embodied.algorithms.samples import Samples
-from embodied.config.schema import Config, LossConfig, OptimConfig
+from embodied.config.schema import Config, LossConfig
 from embodied.devices import defines, device_of, to_host
 from embodied.errors import UserError
+from embodied.learning.optimizer import OptimizerSteps
 from embodied.learning.parallel import ReplicatedPolicy, log_probs_of, precomputed_of
 from embodied.metric import Metric
 from embodied.trajectories.random_streams import permutation
@@ -56,18 +57,6 @@ class EngineMismatch(UserError):
 
 class NonFinite(UserError):
     """Losses or gradients were not finite several steps in a row."""
-
-
-def make_optimizer(policy: Policy, settings: OptimConfig) -> torch.optim.Adam:
-    """Actor and value head with learning rates of their own."""
-    return torch.optim.Adam(
-        [
-            {"params": list(policy.actor_parameters()), "lr": settings.policy_lr, "name": "policy"},
-            {"params": list(policy.value_head.parameters()), "lr": settings.value_lr, "name": "value_head"},
-        ],
-        eps=settings.adam_eps,
-        fused=True,
-    )
 
 
 # --- measurements of an update
@@ -143,7 +132,8 @@ class Update:
         run_dir: Path,
     ) -> None:
         self._parallel, self._policy = parallel, parallel.policy
-        self._loss, self._optimizer, self._controls = loss, optimizer, controls
+        self._loss, self._controls = loss, controls
+        self._steps = OptimizerSteps(parallel, optimizer, config.optim)
         self._config, self._seed, self._run_dir = config.optim, config.seed, run_dir
         self._by_engine = type(self._policy).asks_engine(config.policy.architecture)
         """The rollout's log-probs are an engine's."""
@@ -164,12 +154,10 @@ class Update:
         for epoch in range(config.epochs):
             order = torch.from_numpy(permutation(self._seed, iteration, epoch, len(samples)))
             for minibatch in order.split(config.minibatch or len(order)):
-                self._optimizer.zero_grad(set_to_none=True)
+                self._steps.begin()
                 with self._parallel.critic_only(iteration < config.critic_warmup):
                     losses = self._backward(samples, minibatch, Denominators.of(samples, minibatch, self._loss))
-                    self._parallel.sum_gradients()
-                norm = self._parallel.clip_grad_norm(config.max_grad_norm)
-                sums, grad_norm = self._read(losses, norm)
+                sums, grad_norm = self._read(losses, self._steps.norm())
                 found.sums.add(sums)
                 if not found.grad_norms:
                     found.first_ratio_error = self._checked_ratio_error(sums)
@@ -206,7 +194,7 @@ class Update:
         loss = sums.policy_loss + sums.value_loss + sums.entropy
         if np.isfinite(grad_norm) and np.isfinite(loss):
             self._non_finite = 0
-            self._optimizer.step()
+            self._steps.take()
             return
         self._non_finite += 1
         folder = self._run_dir / "non_finite"
@@ -279,7 +267,7 @@ class Update:
         found = self._accumulated
         first = found.sums.samples == 0
         if first:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._steps.begin()
         samples = self._prepared(samples, behind, found)
         every = torch.arange(len(samples))
         sums, _ = self._read(self._backward(samples, every, Denominators(1.0, 1), synchronise=False))
@@ -294,11 +282,7 @@ class Update:
             return found
         if self._parallel.sharded:  # shards are summed in a backward pass: one that adds nothing
             self._backward(samples, torch.zeros(1, dtype=torch.int64), NO_GRADIENT)
-        self._parallel.sum_gradients()
-        for parameter in self._policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= found.sums.weights
-        grad_norm = float(self._parallel.clip_grad_norm(self._config.max_grad_norm))
+        grad_norm = float(self._steps.norm(divided_by=found.sums.weights))
         self._step(samples, torch.arange(len(samples)), found.sums, grad_norm, iteration)
         found.grad_norms.append(grad_norm)
         return found

@@ -1,9 +1,8 @@
 """Supervised fine-tuning: a policy learns the actions of demonstrations. A run can begin from the trained policy.
 
-[ minibatch of env steps -> Policy.imitate -> step ] x steps -> checkpoint
+    demonstrations -> inspected -> [ Imitator.step on every rank ] x steps -> checkpoint
 
-The rows of a step and the noise of its loss are functions of the seed and the step's number, so that a resumed training
-gives the same policy as one that was not stopped.
+A resumed training gives the same policy as one that was not stopped.
 """
 
 from __future__ import annotations
@@ -11,60 +10,54 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from embodied.config.files import save_config
 from embodied.config.schema import Config
-from embodied.demonstrations import Batch, Dataset, layout
-from embodied.demonstrations.data_files import read_ahead
-from embodied.demonstrations.findings import Finding, names_of, observed
+from embodied.demonstrations import Dataset, layout
+from embodied.demonstrations.findings import observed
 from embodied.demonstrations.inspection import inspected, show_table, text
 from embodied.demonstrations.mixture import (
     Demonstrations,
-    Index,
     Needed,
     Source,
     check_features,
     gripper_map,
     open_sources,
 )
-from embodied.demonstrations.normalised import check_normalised
-from embodied.devices import Affinity, available_threads, device_of, useful_threads
-from embodied.errors import UserError
+from embodied.errors import PeerFailed, UserError
 from embodied.evaluation.protocol import expand
+from embodied.execution.assignment import imitation_places
+from embodied.execution.learner_ranks import connect_ranks
+from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.metric import Metric
 from embodied.reporting.live import steps
 from embodied.reporting.metrics import MetricsWriter
 from embodied.reporting.trackers import NOT_TRACKED, Tracking
 from embodied.run import checkpoint
+from embodied.runtime.api import InlineRuntime
+from embodied.runtime.handles import WorkerGroup
 from embodied.training.checkpoints import Unwritten
-from embodied.training.interrupts import deferred_interrupts
-from embodied.trajectories.random_streams import IMITATION, generator, permutation
-from embodied.workflows.context import make_policy, policy_spec, task_spec
+from embodied.training.imitator import STAGE as STAGE
+from embodied.training.imitator import Imitator
+from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of
-from policies.contract import Inputs, Policy
+from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import TaskInfo
 
-Read = Sequence[tuple[Index, Batch]]
-"""Batches, one for each dataset that has rows of a micro-batch, and the places of their rows in the minibatch."""
-STAGE = "sft"
-"""`checkpoint.RunState.stage` of these checkpoints."""
-MEASURED = 512
-"""Rows of the held-out episodes that are measured, evenly spaced."""
-OBSERVED = 4096
-"""Rows whose statistics are taken at once."""
 DATA = "data.json"
 """File of the data's inspection, in the run's folder."""
 CONVENTIONS = ("control_mode", "orientation", "gripper", "image_size")
 """Settings that must be equal in a recording and in the run's environments."""
+WORKERS_LOST = (WorkerFailed, WorkerTimeout, PeerFailed)
+"""Errors after which the ranks cannot be called."""
 
 
 METRICS = (
@@ -144,233 +137,96 @@ def recorded_starts(source: Source) -> dict[str, Any]:
     }
 
 
-def _other_statistics(policy: Policy, init: Path | None) -> str:
-    """How to learn with the statistics of the demonstrations."""
-    own = f"--policy.options.{policy.own_units}" if policy.own_units else ""
-    if init is not None:
-        more = f", with {own}" if own else ""
-        return (
-            f"These statistics belong to the weights of {init}: begin without --policy.init{more}, or convert the data"
+def check_shares(config: Config, rows: int | None = None) -> None:
+    """Raise `UserError` for more ranks than rows of a minibatch; `rows`: those that are learned from, where known."""
+    batch = config.sft.batch if rows is None else min(config.sft.batch, rows)
+    if config.optim.ranks > batch:
+        raise UserError(
+            f"optim.ranks is {config.optim.ranks}, and a minibatch has {batch} rows: each rank takes one or more; set "
+            f"optim.ranks to {batch} or less, or learn from more rows at once (sft.batch, more demonstrations)"
         )
-    if own:
-        return f"To learn with the statistics of these demonstrations: {own}"
-    return "Convert the data to the numbers that the policy was trained with"
 
 
-class Imitator:
-    """Holds the policy that learns from demonstrations, and its optimiser."""
-
-    def __init__(self, config: Config, info: TaskInfo, demonstrations: Demonstrations) -> None:
-        self.config, self.demonstrations = config, demonstrations
-        self.policy: Policy = make_policy(config, policy_spec(config, info))
-        threads = useful_threads(self.policy, config.optim.micro_batch or config.sft.batch, available_threads())
-        self._affinity = Affinity((), threads)
-        self.optimizer = torch.optim.Adam(list(self.policy.actor_parameters()), lr=config.sft.lr, fused=True)
-        self.done = 0
-        """Steps."""
-        batch = min(config.sft.batch, len(demonstrations.train))
-        self._batch, self._per_epoch = batch, len(demonstrations.train) // batch
-        self._epoch, self._order = -1, np.empty(0, np.int64)
-        self._ahead: Iterator[Read] | None = None
-        """Micro-batches of the steps to come, in their order."""
-
-    @property
-    def rows_seen(self) -> int:
-        """Demonstrated env steps that were learned from, repetitions counted."""
-        return self.done * self._batch
-
-    def begin(self) -> None:
-        """Take the demonstrations' statistics: units of actions, normalisation of what is observed.
-
-        A policy that has learned before keeps its units, since they are what its outputs mean.
-        """
-        data, policy = self.demonstrations, self.policy
-        has_proprio = all("observation.state" in dataset.features for dataset in data.datasets)
-        proprio = torch.from_numpy(data.column("observation.state")) if has_proprio else None
-        with self._affinity.applied():
-            if self.config.policy.init is None:
-                policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
-            for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
-                for _, batch in data.batches(rows, 1, ()):
-                    policy.observe(self._shown(batch))
-
-    def beside_statistics(self) -> Iterator[Finding]:
-        """Findings where what is learned from lies far outside of the statistics that normalise it."""
-        data, policy, init = self.demonstrations, self.policy, self.config.policy.init
-        columns = {"action": layout.ACTION, "proprio": layout.PROPRIO, "state": layout.STATE}
-        read = {name: column for name, column in columns.items() if name in ("action", *self.config.policy.reads)}
-        values = {name: torch.from_numpy(data.column(column)).to(device_of(policy)) for name, column in read.items()}
-        names = {name: names_of(data.datasets[0], read[name], given.shape[1]) for name, given in values.items()}
-        with self._affinity.applied():
-            inputs = Inputs(state=values.get("state"), proprio=values.get("proprio"))
-            numbers = policy.normalised_numbers(inputs, values["action"])
-        statistics = policy.normalised_by if init is None else f"those of {init}"
-        return check_normalised(numbers, names, statistics, _other_statistics(policy, init))
-
-    def load(self, folder: Path) -> None:
-        """Go on from a verified checkpoint."""
-        checkpoint.load_weights(folder, self.policy)
-        checkpoint.load_optimizer(folder, self.policy, self.optimizer)
-        self.done = checkpoint.read_state(folder).iteration
-
-    def step(self) -> float:
-        """One optimiser step; the loss before it. Raises `UserError` where it is not finite."""
-        with self._affinity.applied():
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.config.sft.lr * (1 - self.done / self.config.sft.steps)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = 0.0
-            for _, share in self._shares(self._next(), self._batch, self.done + 1):
-                share.backward()  # type: ignore[no-untyped-call]
-                loss += float(share.detach())
-            norm = torch.nn.utils.clip_grad_norm_(self.policy.actor_parameters(), self.config.optim.max_grad_norm)
-            if not np.isfinite(loss) or not torch.isfinite(norm):
-                raise UserError(
-                    f"at step {self.done} loss ({loss}) or gradient ({float(norm)}) is not finite: a smaller sft.lr is "
-                    "the usual next step; the last checkpoint is kept"
-                )
-            with deferred_interrupts():  # a step is done and counted, or neither
-                self.optimizer.step()
-                self.done += 1
-        return loss
-
-    def measure(self) -> dict[str, float]:
-        """On held-out episodes: the loss, and how far the policy's mode is from what was demonstrated, in the
-        environment's units, as a mean over action elements."""
-        rows = self.demonstrations.held_out
-        if not len(rows):
-            return {}
-        rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
-        loss, distance, count = 0.0, 0.0, 0
-        with self._affinity.applied(), torch.no_grad():
-            for batch, share in self._shares(self._micro_batches([rows]), len(rows), 0):
-                predicted = self.policy.act(self._shown(batch), None).chunk.cpu()
-                actions, padding = (
-                    torch.from_numpy(part[:, : predicted.shape[1]]) for part in (batch.actions, batch.padding)
-                )
-                off = (predicted - actions).abs()[~padding]
-                loss += float(share)
-                distance, count = distance + float(off.sum()), count + off.numel()
-        return {"sft/held_out_loss": loss, "sft/held_out_distance": distance / count}
-
-    def close(self) -> None:
-        """End the threads that read ahead."""
-        self._ahead = None
-
-    def _shares(self, read: Iterable[Read], count: int, key: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Each batch of `count` rows, and its share of their mean loss. The noise of losses is keyed by `key`."""
-        device = device_of(self.policy)
-        noise = generator(IMITATION, self.config.seed, 0, key, 0).standard_normal(
-            (count, self.policy.noise_dim), np.float32
+@contextmanager
+def start_imitators(
+    config: Config, info: TaskInfo, demonstrations: Demonstrations, session: Session | None
+) -> Iterator[WorkerGroup[Imitator]]:
+    """The ranks that learn: as many as `optim.ranks` says on the session's runtime; without a session one, in this
+    process, which computes what several do. They end with the block."""
+    if session is None:
+        handle = InlineRuntime(config.runtime.deadline_s).start("learner", Imitator, config, info, demonstrations)
+        group = WorkerGroup("learner", (handle,))
+    else:
+        places = imitation_places(config, session.cores, session.runtime.nodes())
+        of_rank = [(config, info, demonstrations, place, rank, len(places)) for rank, place in enumerate(places)]
+        group = session.runtime.start_group(
+            "learner", Imitator, len(places), of_rank.__getitem__, nodes=[place.node for place in places]
         )
-        for part in read:
-            for places, batch in part:
-                losses = self.policy.imitate(
-                    self._shown(batch),
-                    torch.from_numpy(batch.actions).to(device),
-                    torch.from_numpy(~batch.padding).to(device),
-                    torch.from_numpy(noise[places]).to(device),
-                )
-                yield batch, losses.sum() / count
-
-    def _next(self) -> Iterator[Read]:
-        """The micro-batches of the step that is due, which threads have read meanwhile."""
-        if self._ahead is None:
-            due = range(self.done, max(self.config.sft.steps, self.done + 1))
-            self._ahead = self._micro_batches(self._rows(step) for step in due)
-        try:
-            for _ in range(0, self._batch, self._micro):
-                yield next(self._ahead)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def _micro(self) -> int:
-        return self.config.optim.micro_batch or self._batch
-
-    def _micro_batches(self, minibatches: Iterable[Index]) -> Iterator[Read]:
-        """Each minibatch in pieces, read ahead by threads: for each dataset that has some of a piece's rows a batch of
-        them, and their places in the minibatch."""
-        spec, size = self.policy.spec, self._micro
-
-        def read(piece: tuple[int, Index]) -> Read:
-            first, rows = piece
-            found = self.demonstrations.batches(rows, spec.predicted, spec.cameras)
-            return [(first + places, batch) for places, batch in found]
-
-        pieces = ((first, rows[first : first + size]) for rows in minibatches for first in range(0, len(rows), size))
-        return read_ahead(read, pieces)
-
-    def _shown(self, batch: Batch) -> Inputs:
-        """The batch's features that the policy reads, on its device."""
-        reads, inputs = self.config.policy.reads, batch.inputs()
-        return replace(
-            inputs,
-            state=inputs.state if "state" in reads else None,
-            proprio=inputs.proprio if "proprio" in reads else None,
-            instruction=inputs.instruction if "instruction" in reads else (),
-        ).to(device_of(self.policy))
-
-    def _rows(self, step: int) -> Index:
-        """The rows of a step: those of an epoch in an order of its own, whole minibatches of them. Where datasets have
-        weights, each row is drawn by itself."""
-        chances = self.demonstrations.chances
-        if chances is not None:
-            drawn = generator(IMITATION, self.config.seed, 1, step, 0)
-            return self.demonstrations.train[drawn.choice(len(chances), self._batch, p=chances)]
-        epoch, place = divmod(step, self._per_epoch)
-        if epoch != self._epoch:
-            order = permutation(self.config.seed, 1 + epoch, 0, len(self.demonstrations.train))
-            self._epoch, self._order = epoch, self.demonstrations.train[order]
-        return self._order[place * self._batch : (place + 1) * self._batch]
+        connect_ranks(session, group, [place.node for place in places])
+    try:
+        yield group
+        group.call_all(Imitator.leave)
+    finally:
+        if session is None:
+            group.call_all(Imitator.close)
+        group.end()
 
 
 def imitate(
-    config: Config, info: TaskInfo, run_dir: Path, resume_from: Path | None, *, tracking: Tracking = NOT_TRACKED
+    config: Config,
+    info: TaskInfo,
+    run_dir: Path,
+    resume_from: Path | None,
+    *,
+    session: Session | None = None,
+    tracking: Tracking = NOT_TRACKED,
 ) -> dict[str, Any]:
     """Run the steps that are left and leave a checkpoint of the last; `tracking` sees the rows. Returns the result as
     plain data.
 
-    Interrupted, the last finished step is kept as a checkpoint.
+    `session` has the ranks; None: one rank in this process. Interrupted, the last finished step is kept as a
+    checkpoint.
     """
     demonstrations = read_demonstrations(config, info)
+    check_shares(config, len(demonstrations.train))
     understood = inspected(demonstrations, config, observed(task_spec(config), draw="images" in config.policy.reads))
     if understood.refused:
         show_table(replace(understood, findings=understood.warnings))
         understood.raise_refusals()
-    imitator = Imitator(config, info, demonstrations)
-    understood = understood.with_policy(imitator.policy, config.policy.init)
-    log = _Log(run_dir, time.monotonic())
-    if resume_from is None:
-        imitator.begin()
-    else:
-        imitator.load(resume_from)
-    understood = understood.with_findings(imitator.beside_statistics())
-    show_table(replace(understood, findings=understood.warnings))
-    understood.raise_refusals()
-    if resume_from is not None:
-        log = _Log(run_dir, log.began_s - checkpoint.read_state(resume_from).wall_s, imitator.done)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(config, run_dir / "config.yaml")
-    starts = [recorded_starts(source) for source in imitator.demonstrations.sources]
-    data = understood.as_data() | {"text": text(understood), "starts": starts}
-    write_whole(run_dir / DATA, json.dumps(data, indent=1))
-    try:
-        measured = _learn(imitator, config, log, tracking)
-    except BaseException:  # of an interrupted run, or one whose loss went astray
-        log.save(imitator)
-        raise
-    finally:
-        imitator.close()
-    log.finish(imitator)
-    return {
-        "run": str(run_dir),
-        "steps": imitator.done,
-        "episodes": imitator.demonstrations.episodes,
-        "wall_s": log.wall_s,
-        **measured,
-    }
+    with start_imitators(config, info, demonstrations, session) as ranks:
+        understood = ranks.call_one(0, Imitator.understood, understood)
+        log = _Log(run_dir, ranks, time.monotonic())
+        if resume_from is None:
+            ranks.call_all(Imitator.begin)
+        else:
+            ranks.call_all(Imitator.load, resume_from)
+        understood = understood.with_findings(ranks.call_one(0, Imitator.beside_statistics))
+        show_table(replace(understood, findings=understood.warnings))
+        understood.raise_refusals()
+        if resume_from is not None:
+            state = checkpoint.read_state(resume_from)
+            log = _Log(run_dir, ranks, log.began_s - state.wall_s, state.iteration)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        save_config(config, run_dir / "config.yaml")
+        starts = [recorded_starts(source) for source in demonstrations.sources]
+        data = understood.as_data() | {"text": text(understood), "starts": starts}
+        write_whole(run_dir / DATA, json.dumps(data, indent=1))
+        try:
+            measured = _learn(ranks, config, log, tracking, demonstrations.episodes)
+        except WORKERS_LOST:  # nothing can be asked of them
+            raise
+        except BaseException:  # of an interrupted run, or one whose loss went astray
+            log.save()
+            log.settle()
+            raise
+        log.finish()
+        return {
+            "run": str(run_dir),
+            "steps": log.saved,
+            "episodes": demonstrations.episodes,
+            "wall_s": log.wall_s,
+            **measured,
+        }
 
 
 @dataclass
@@ -378,48 +234,69 @@ class _Log:
     """Files that a training leaves in its folder."""
 
     run_dir: Path
+    ranks: WorkerGroup[Imitator]
     began_s: float
     """Start of the training in seconds, as if it had never been interrupted."""
     saved: int = 0
-    """Steps that the newest checkpoint has."""
+    """Steps that the newest complete checkpoint has."""
+    begun: int = 0
+    """Steps of the one that is being written; 0: none is."""
     unwritten: Unwritten = field(default_factory=Unwritten)
 
     @property
     def wall_s(self) -> float:
         return time.monotonic() - self.began_s
 
-    def save(self, imitator: Imitator) -> None:
-        """Write a checkpoint of what is now. Where that cannot be, the training goes on, and the next is tried."""
-        if imitator.done > self.saved:
-            state = checkpoint.RunState(imitator.done, imitator.rows_seen, self.wall_s, (), STAGE)
+    def save(self) -> None:
+        """Begin to write a checkpoint of what is now. Where that cannot be, the training goes on, and the next is
+        tried."""
+        self.settle()
+        state = self.ranks.call_one(0, Imitator.state, self.wall_s)
+        if state.iteration > self.saved:
             with self.unwritten.noted():
-                checkpoint.write(self.run_dir / "checkpoints", state, imitator.policy, imitator.optimizer, {})
-                self.saved = imitator.done
+                self.ranks.call_all(Imitator.save, self.run_dir / "checkpoints", state, {})
+                self.begun = state.iteration
+
+    def settle(self) -> None:
+        """Wait until the checkpoint is complete that was begun, or could not be written."""
+        if self.begun:
+            begun, self.begun = self.begun, 0
+            with self.unwritten.noted():
+                self.ranks.call_all(Imitator.saved)
+                self.saved = begun
                 self.unwritten.over()
 
-    def finish(self, imitator: Imitator) -> None:
+    def finish(self) -> None:
         """Write the last one. Raises `CheckpointError` where that cannot be, also when it is tried again."""
         for _ in range(2):
-            self.save(imitator)
-        if imitator.done > self.saved:
+            self.save()
+            self.settle()
+        if self.ranks.call_one(0, Imitator.state, 0.0).iteration > self.saved:
             raise self.unwritten.error()
 
 
-def _learn(imitator: Imitator, config: Config, log: _Log, tracking: Tracking) -> dict[str, float]:
+def _learn(
+    ranks: WorkerGroup[Imitator], config: Config, log: _Log, tracking: Tracking, episodes: int
+) -> dict[str, float]:
     """The steps that are left, with their rows of metrics; the last of these."""
     row, losses, total = dict[str, float](), list[float](), config.sft.steps
-    title = f"Learning from {imitator.demonstrations.episodes} episodes"
-    with MetricsWriter(log.run_dir, tracking) as metrics, steps(title, total) as bar:
-        metrics.truncate(imitator.done)
-        bar.advance(imitator.done)
-        while imitator.done < total:
-            losses.append(imitator.step())
-            if imitator.done % config.sft.measure_every == 0 or imitator.done == total:
-                row = {"sft/loss": float(np.mean(losses)), **imitator.measure()}
-                metrics.write(imitator.done, imitator.rows_seen, {"wall_s": log.wall_s, **row})
+    done = log.saved
+    with (
+        MetricsWriter(log.run_dir, tracking) as metrics,
+        steps(f"Learning from {episodes} episodes", total) as bar,
+    ):
+        metrics.truncate(done)
+        bar.advance(done)
+        while done < total:
+            losses.append(ranks.call_all(Imitator.step)[0])
+            done += 1
+            if done % config.sft.measure_every == 0 or done == total:
+                row = {"sft/loss": float(np.mean(losses)), **ranks.call_all(Imitator.measure)[0]}
+                state = ranks.call_one(0, Imitator.state, log.wall_s)
+                metrics.write(done, state.env_steps, {"wall_s": state.wall_s, **row})
                 losses.clear()
-            if imitator.done % config.sft.checkpoint_every == 0:
+            if done % config.sft.checkpoint_every == 0:
                 metrics.sync()
-                log.save(imitator)
+                log.save()
             bar.advance(1, f"loss {row['sft/loss']:.4g}" if row else "")
     return row

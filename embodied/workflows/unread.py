@@ -192,7 +192,10 @@ _DURING = ("eval.every", "eval.every_episodes")
 VERBS = {
     "train": Reads((*(name for name in Config.model_fields if name != "sft"),)),
     "sft": Reads(
-        (*_EPISODES, "name", "track", "sft", "eval", "optim.micro_batch", "optim.max_grad_norm"),
+        (
+            *(*_EPISODES, "name", "track", "sft", "eval"),
+            *("optim.micro_batch", "optim.max_grad_norm", "optim.ranks", "optim.sharding"),
+        ),
         (*_ACTS, *_DURING),
     ),
     "eval": Reads((*_EPISODES, "eval"), (*_ACTS, *_DURING)),

@@ -27,7 +27,8 @@ from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError
 from embodied.run.folder import prepare_run, with_init
 from embodied.run.saved_settings import settings_of
-from embodied.training.sft import STAGE, Imitator, imitate, read_demonstrations
+from embodied.training.imitator import STAGE, Imitator
+from embodied.training.sft import imitate, read_demonstrations
 from embodied.workflows.context import task_spec
 from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import EpisodeSpec, TaskInfo
@@ -151,15 +152,15 @@ def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monk
     config = config_of(STATES, demos, steps=40, measure_every=20)
     info = info_of(config)
     whole = imitate(config, info, tmp_path / "whole", None)
-    step = Imitator.step
+    take = Imitator.step
 
-    def interrupted(imitator: Imitator) -> float:
+    def step(imitator: Imitator) -> float:
         if imitator.done == 25:
             raise KeyboardInterrupt
-        return step(imitator)
+        return take(imitator)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Imitator, "step", interrupted)
+        patched.setattr(Imitator, "step", step)
         imitate(config, info, tmp_path / "parts", None)
     found = checkpoint.latest(tmp_path / "parts" / "checkpoints")
     assert found is not None
@@ -195,13 +196,13 @@ def test_a_killed_training_has_a_checkpoint_of_not_long_ago(demos: Dataset, tmp_
 def test_a_full_disk_does_not_end_a_training_before_its_end(
     demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write, full = checkpoint.write, {4}
+    write, full = checkpoint.write_state, {4}
 
     def out_of_room(root: Path, state: checkpoint.RunState, *others: Any) -> Path:
         with full_disk(1000 if state.iteration in full else 1 << 40):
             return write(root, state, *others)
 
-    monkeypatch.setattr(checkpoint, "write", out_of_room)
+    monkeypatch.setattr(checkpoint, "write_state", out_of_room)
     config = config_of(STATES, demos, steps=6, checkpoint_every=2)
     assert imitate(config, info_of(config), tmp_path / "run", None)["steps"] == 6
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"000002", "000006", "latest"}
@@ -210,14 +211,14 @@ def test_a_full_disk_does_not_end_a_training_before_its_end(
     full.add(6)
     with pytest.raises(CheckpointError, match=r"cannot write .*000006: .*\. The first that .*000004"):
         imitate(config, info_of(config), tmp_path / "other", None)
-    step = Imitator.step
+    take = Imitator.step
 
-    def astray(imitator: Imitator) -> float:
+    def step(imitator: Imitator) -> float:
         if imitator.done == 4:
             raise UserError("the loss went astray")
-        return step(imitator)
+        return take(imitator)
 
-    monkeypatch.setattr(Imitator, "step", astray)
+    monkeypatch.setattr(Imitator, "step", step)
     with pytest.raises(UserError, match="went astray"):  # what was first, not what follows from it
         imitate(config, info_of(config), tmp_path / "third", None)
 
@@ -251,15 +252,15 @@ def test_an_early_interruption_keeps_what_was_learned(
 ) -> None:
     """Before the first row of metrics too; a run that has learned nothing leaves no folder."""
     config = config_of(STATES, demos, measure_every=50).model_copy(update={"name": "early"})
-    step = Imitator.step
+    take = Imitator.step
     for last in (0, 3):
 
-        def interrupted(imitator: Imitator, last: int = last) -> float:
+        def step(imitator: Imitator, last: int = last) -> float:
             if imitator.done == last:
                 raise KeyboardInterrupt
-            return step(imitator)
+            return take(imitator)
 
-        monkeypatch.setattr(Imitator, "step", interrupted)
+        monkeypatch.setattr(Imitator, "step", step)
         with pytest.raises(KeyboardInterrupt):
             sft_run(config, "test", tmp_path, False)
         assert (tmp_path / "early" / "checkpoints" / "latest").exists() == (last == 3)
