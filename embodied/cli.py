@@ -238,9 +238,9 @@ def _with_options(args: Any, arguments: list[str]) -> Any:
     typed, _ = _typed_options(arguments)
     if not typed:
         return args
-    from policies.registry import policy_class, types_of
+    from policies.registry import policy_kind, types_of
 
-    options = as_declared(typed, types_of(policy_class(args.settings.policy.kind)))
+    options = as_declared(typed, types_of(policy_kind(args.settings.policy.kind)))
     return dataclasses.replace(args, settings=_with_policy_options(args.settings, typed, options))
 
 

@@ -1,7 +1,7 @@
 """Policies that act and are trained by reinforcement learning. Usable by itself.
 
-`build` makes a new policy; `save`, `load` and `load_into` take it to and from disk. What a policy is says
-`policies.contract`.
+`build` makes a new policy; `save`, `load`, `load_into` and `export` take it to and from disk. `policies.contract`
+defines a policy, `policies.policy_kind` what else a kind of policies can have.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policies.checkpoint import load, load_into, save
+    from policies.checkpoint import export, load, load_into, save
     from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
     from policies.errors import PolicyError
+    from policies.policy_kind import PolicyFormat, PolicyKind
     from policies.registry import build
 
 __all__ = [
@@ -21,13 +22,24 @@ __all__ = [
     "Inputs",
     "Policy",
     "PolicyError",
+    "PolicyFormat",
+    "PolicyKind",
     "PolicySpec",
     "build",
+    "export",
     "load",
     "load_into",
     "save",
 ]
-_HOMES = {"build": "registry", "load": "checkpoint", "load_into": "checkpoint", "save": "checkpoint"}
+_HOMES = {
+    "PolicyFormat": "policy_kind",
+    "PolicyKind": "policy_kind",
+    "build": "registry",
+    "export": "checkpoint",
+    "load": "checkpoint",
+    "load_into": "checkpoint",
+    "save": "checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ FOLDER/policy/config.json             kind, spec, architecture
 FOLDER/policy/model.safetensors       the actor's parameters and all buffers
 FOLDER/value_head.safetensors         the critic's parameters
 
-A policy with a community of its own writes FOLDER/policy in that community's layout (`Policy.write_actor`); kind, spec
+A kind with a community of its own writes FOLDER/policy in that community's layout (`PolicyFormat.write`); kind, spec
 and architecture are then further entries of its config.json.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from policies.contract import Policy, PolicyError, PolicySpec, spec_to_dict
-from policies.files import layout, layouts, read_json, read_tensors, shown
-from policies.registry import arguments_of, build, nearest, policy_class
+from policies.files import read_json, read_tensors, shown
+from policies.policy_kind import PolicyKind, actor_state, check_layouts, on_cpu
+from policies.registry import arguments_of, build, nearest, policy_kind
 
 ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
@@ -42,11 +42,10 @@ def save(policy: Policy, folder: str | Path) -> None:
     folder = Path(folder)
     (folder / CONFIG).parent.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)
-    if not policy.write_actor(folder / ACTOR):
-        save_file(_on_cpu(_actor_state(policy)), folder / MODEL)
+    policy_kind(policy.kind).format.write(policy, folder / ACTOR)
     community = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else {}
     (folder / CONFIG).write_text(json.dumps(community | _config(policy), indent=2) + "\n")
-    save_file(_on_cpu(policy.value_head.state_dict()), folder / VALUE_HEAD)
+    save_file(on_cpu(policy.value_head.state_dict()), folder / VALUE_HEAD)
 
 
 def load(folder: str | Path, code: Collection[str] = ()) -> Policy:
@@ -64,19 +63,27 @@ def load(folder: str | Path, code: Collection[str] = ()) -> Policy:
         )
     spec = _spec(config["spec"], folder / CONFIG)
     try:
-        cls = policy_class(config["kind"])
-        arguments = config["architecture"] | cls.restore_arguments(folder / ACTOR)
-        if _has_plain_files(cls):
+        form = policy_kind(config["kind"]).format
+        arguments = config["architecture"] | form.restore_arguments(folder / ACTOR)
+        if form.is_own:
             # Sizes are outside data: no memory is taken before the tensors are seen to have them.
             with torch.device("meta"):
                 empty = build(config["kind"], spec, seed=0, **arguments)
-            _check_layouts(folder / MODEL, _actor_state(empty))
-            _check_layouts(folder / VALUE_HEAD, empty.value_head.state_dict())
+            check_layouts(folder / MODEL, actor_state(empty))
+            check_layouts(folder / VALUE_HEAD, empty.value_head.state_dict())
         policy = build(config["kind"], spec, seed=0, **arguments)
     except PolicyError as error:
         raise PolicyError(f"{folder / CONFIG}: {str(error)[:2000]}") from error  # it may quote a long text of the file
     _fill(policy, folder)
     return policy
+
+
+def export(policy: Policy, folder: str | Path) -> None:
+    """Write the whole policy as its community's own programs load it, adapters merged.
+
+    Raises `PolicyError` for a kind that has no layout but this project's.
+    """
+    policy_kind(policy.kind).format.export(policy, Path(folder))
 
 
 def load_into(policy: Policy, folder: str | Path) -> None:
@@ -93,7 +100,7 @@ def check_into(policy: Policy, folder: str | Path) -> None:
     """Raise `PolicyError` if the folder holds a policy of another kind, spec or architecture; reads no tensor."""
     folder = Path(folder)
     found, expected = _read_config(folder / CONFIG), _config(policy)
-    differences = _differences(found, expected, type(policy))
+    differences = _differences(found, expected, policy_kind(policy.kind))
     if differences:
         raise PolicyError(
             f"{folder} holds another policy than this run's: {'; '.join(differences)}. Set env.task, env.control_mode, "
@@ -140,7 +147,7 @@ def _spec(saved: dict[str, Any], path: Path) -> PolicySpec:
     return PolicySpec(**values)
 
 
-def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Policy]) -> list[str]:
+def _differences(found: dict[str, Any], expected: dict[str, Any], kind: PolicyKind) -> list[str]:
     """One phrase for each entry in which the configurations differ.
 
     What an older version did not write was the argument's default, which is what `load` builds it with too.
@@ -148,7 +155,7 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Poli
     if found["kind"] != expected["kind"]:
         there, here = (f"{config['kind']} for {config['spec']}" for config in (found, expected))
         return [f"it holds a {there}, expected a {here}"]
-    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in arguments_of(cls).items()}
+    defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in arguments_of(kind).items()}
     pairs = {
         "spec": (SPEC_DEFAULTS | found["spec"], expected["spec"]),
         "architecture": (defaults | found["architecture"], defaults | expected["architecture"]),
@@ -157,9 +164,9 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Poli
         f"{part}.{name} is {there.get(name)!r}, expected {here.get(name)!r}"
         for part, (there, here) in pairs.items()
         for name in sorted(there.keys() | here.keys())
-        if there.get(name) != here.get(name) and (f"{part}.{name}".removeprefix("architecture.")) not in cls.incidental
+        if there.get(name) != here.get(name) and (f"{part}.{name}".removeprefix("architecture.")) not in kind.incidental
     ]
-    if differences and cls.scales_to_bounds and expected["spec"]["action_low"] and "action_low" not in found["spec"]:
+    if differences and kind.scales_to_bounds and expected["spec"]["action_low"] and "action_low" not in found["spec"]:
         differences.append(
             "its actions are in the environment's units, as they were before -1 and 1 meant the bounds: train it "
             "again, or evaluate it with the version that trained it"
@@ -167,44 +174,12 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], cls: type[Poli
     return differences
 
 
-def _actor_state(policy: Policy) -> dict[str, Tensor]:
-    """Everything that is saved and is not the critic's."""
-    return {name: t for name, t in policy.state_dict().items() if not name.startswith("value_head.")}
-
-
-def _on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-
-
 def _fill(policy: Policy, folder: Path) -> None:
     """Copy everything into the policy, after all of it is known to be whole and to fit."""
-    own = _has_plain_files(type(policy))
-    actor = _read_tensors(folder / MODEL, _actor_state(policy)) if own else policy.read_actor(folder / ACTOR)
-    critic = _read_tensors(folder / VALUE_HEAD, policy.value_head.state_dict())
+    form = policy_kind(policy.kind).format
+    actor = form.read(policy, folder / ACTOR)
+    check_layouts(folder / VALUE_HEAD, policy.value_head.state_dict())
+    critic = read_tensors(folder / VALUE_HEAD)
     tensors = actor | {f"value_head.{name}": tensor for name, tensor in critic.items()}
     # Both readers have checked the names; a frozen base is not among them.
-    policy.load_state_dict(tensors, strict=own)
-
-
-def _has_plain_files(cls: type[Policy]) -> bool:
-    """True if the policy is in this project's own layout."""
-    return cls.read_actor is Policy.read_actor
-
-
-def _check_layouts(path: Path, expected: dict[str, Tensor]) -> None:
-    """Raise `PolicyError` unless the file holds exactly those expected, by name, shape and dtype. Reads no tensor."""
-    found = layouts(path)
-    for name, tensor in expected.items():
-        if name not in found:
-            raise PolicyError(f"{path} lacks the tensor {name!r}")
-        if found[name] != layout(tensor):
-            raise PolicyError(f"{path}: {name!r} is {found[name]}, expected {layout(tensor)}")
-    for name in found:
-        if name not in expected:
-            raise PolicyError(f"{path} has a tensor that this policy has not: {shown(name)}")
-
-
-def _read_tensors(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the file, which must be exactly those expected, and finite."""
-    _check_layouts(path, expected)
-    return read_tensors(path)
+    policy.load_state_dict(tensors, strict=form.is_own)

@@ -17,7 +17,7 @@ from typing import Any
 from policies.contract import PolicyError
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, layouts, read_json, read_tensors, shown
 from policies.openvla.normalisation import STATISTICS, read_datasets
-from policies.registry import KINDS, check, policy_class
+from policies.registry import KINDS, check, policy_kind
 
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 OPENPI_STATISTICS = "norm_stats.json"
@@ -127,11 +127,12 @@ def _loaded(folder: Path, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], list
     if "kind" in raw:  # this project's own says its kind itself
         return (shown(raw["kind"])[1:-1],), []
     for kind in KINDS:
-        if not policy_class(kind).reads(raw):
+        form = policy_kind(kind).format
+        if not form.reads(raw):
             continue
         try:
             check(kind, {"checkpoint": str(folder)})
-            said += policy_class(kind).assumed({"checkpoint": str(folder)})
+            said += form.assumed({"checkpoint": str(folder)})
             kinds.append(kind)
         except PolicyError as error:
             said.append(f"policy.kind {kind} refuses it: {error}")

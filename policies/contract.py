@@ -118,7 +118,7 @@ class Evaluation:
     value: Tensor
     """[B] float32, or [B, C] where `act`'s are."""
     contrast: Contrast | None = None
-    """Set by policies that score one drawn step of a flow (`Policy.can_contrast`)."""
+    """Set by policies that score one drawn step of a flow (`PolicyFormat.contrasts`)."""
     auxiliary: Tensor | None = None
     """[B] float32: a further loss of each row, of the policy's own, which an update makes smaller too."""
 
@@ -142,7 +142,8 @@ class PolicySpec:
     """Choices of an action that is one: `action_dim` is then 1, and an action the number of the choice, from 0. 0:
     actions are real numbers."""
     action_low: tuple[float, ...] = ()
-    """[A] lower bounds of actions in the environment's units, for a kind that `scales_to_bounds`; empty: all are -1."""
+    """[A] lower bounds of actions in the environment's units, for a kind that scales to them
+    (`PolicyKind.scales_to_bounds`); empty: all are -1."""
     action_high: tuple[float, ...] = ()
     """[A] upper bounds; empty: all are 1."""
 
@@ -161,33 +162,11 @@ class Policy(nn.Module):
     """
 
     kind: str = ""
-    """Name of the class in `policies.registry`, or `package.module:Class`; `policies.build` sets it."""
+    """Name of its kind in `policies.registry`, or `package.module:NAME`; `policies.build` sets it."""
     spec: PolicySpec
     noise_dim: int
     """Z: how many standard normal numbers one decision consumes."""
     value_head: nn.Module
-    options_type: ClassVar[type[Any] | None] = None
-    """Frozen dataclass of the options, which the constructor then takes as one object after the spec. None: they are
-    its keyword arguments."""
-    blank_instruction: ClassVar[str] = "do nothing"
-    """Instruction of an observation without content, by which sizes are found before a run."""
-    incidental: ClassVar[frozenset[str]] = frozenset()
-    """Entries of the architecture, and `spec.NAME` of the spec, that no saved weight depends on: where things lie, how
-    they are computed, and how actions are drawn from what was computed (with new weights, where that takes some)."""
-    predicts_more: ClassVar[bool] = False
-    """True if a decision may predict more actions than are executed."""
-    chooses: ClassVar[bool] = False
-    """True if its actions are choices (`PolicySpec.discrete_actions`); False: real numbers."""
-    scales_to_bounds: ClassVar[bool] = False
-    """True if its network's -1 and 1 are the bounds of the environment's actions, which its spec then has
-    (`policies.action_range`). False: its units are those that its weights or demonstrations say."""
-    pretrained: ClassVar[bool] = False
-    """True if a policy that was just built has learned already: it begins with published weights."""
-    trainable: ClassVar[bool] = True
-    """False if the policy has no weights: it can be evaluated and recorded, not trained."""
-    waits: ClassVar[bool] = False
-    """True if `act` waits for another program, and may be called from several threads: an evaluation then has the
-    decisions of several groups of environments under way together."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 
@@ -287,86 +266,6 @@ class Policy(nn.Module):
     def architecture(self) -> dict[str, Any]:
         """JSON-able keyword arguments (beside the spec) from which the same network can be built."""
         raise NotImplementedError
-
-    def write_actor(self, folder: Path) -> bool:
-        """Write everything but the value head into the folder, in the layout of the policy's community.
-
-        False, the default: there is none, and the project's own is used. Where the layout has a config.json, the
-        entries that `policies.load` needs are added to it.
-        """
-        return False
-
-    def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        """Tensors that `write_actor` wrote, under the names of `state_dict`; the policy stays as it is.
-
-        Raises `PolicyError` unless it is whole, finite and fits. Tensors that are not trained may be left out.
-        """
-        raise NotImplementedError
-
-    def export(self, folder: Path) -> None:
-        """Write the whole policy as its community's own programs load it, adapters merged.
-
-        Raises `PolicyError` for a policy that has no other home than this project.
-        """
-        raise PolicyError(f"the policy {self.kind} has no layout but this project's: its checkpoints are all there is")
-
-    @classmethod
-    def check_files(cls, architecture: Mapping[str, Any]) -> None:
-        """Raise `PolicyError` if files that the architecture's arguments name are missing. Quick: no tensor is read."""
-
-    @classmethod
-    def check_instructions(
-        cls, architecture: Mapping[str, Any], instructions: Sequence[str], actions: int, source: str
-    ) -> None:
-        """Raise `PolicyError`, which names the rows, where instructions leave no room for so many actions. `source` is
-        the file of the instructions, a row each; the files that the arguments name are there. No tensor is read."""
-
-    @classmethod
-    def slots(cls, architecture: Mapping[str, Any]) -> int:
-        """Rows that `act` has under way together, where it makes a row's actions one after the other, is done with the
-        row after the last one that is executed, and begins with the next row at once (continuous batching). 0, the
-        default: all rows of a call take the same time."""
-        return 0
-
-    @classmethod
-    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
-        """Questions that the named files leave open, and a wrong guess of which would fail silently: a sentence
-        for each, with what was taken and the option that says otherwise. Quick: no tensor is read."""
-        return ()
-
-    @classmethod
-    def reads(cls, config: Mapping[str, Any]) -> bool:
-        """True where a checkpoint directory with this config.json is one that this kind is made of."""
-        return False
-
-    @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        """Conventions of the environment (`orientation`, `gripper`) that the policy converts itself: what of
-        its arguments says so, and the convention that it converts from. With another one the network would see or say
-        what it was never trained with."""
-        return {}
-
-    @classmethod
-    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
-        """Name of the dataset whose statistics give actions their unit; None where a checkpoint's files give them no
-        name, or they are of what the policy itself has learned from. Reads no tensor."""
-        return None
-
-    @classmethod
-    def served_by(cls, architecture: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What the program that decides says of itself, as JSON: part of what identifies an evaluation, in place of the
-        `incidental` arguments. None, the default: decisions are computed here."""
-        return None
-
-    @classmethod
-    def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
-        """True if `evaluate` says how velocities have changed (`Contrast`)."""
-        return False
-
-    @classmethod
-    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
-        """Arguments beside the architecture with which the policy is built to be filled from the folder."""
-        return {}
 
     def shards(self) -> Sequence[Sequence[nn.Module]]:
         """Groups of modules whose parameters are gathered and freed together where processes hold a shard of each.

@@ -10,22 +10,22 @@ from policies.errors import PolicyError, nearest, shown
 from policies.named_code import entry_point_names
 
 KINDS = {
-    "categorical_mlp": "policies.small.categorical_mlp:CategoricalMLP",
-    "countdown_solver": "policies.scripted.countdown:CountdownSolver",
-    "flow": "policies.small.flow:FlowPolicy",
-    "gaussian_mlp": "policies.small.gaussian_mlp:GaussianMLP",
-    "pi0": "policies.pi0.policy:Pi0",
-    "language": "policies.language.policy:LanguagePolicy",
-    "openvla": "policies.openvla.policy:OpenVLA",
-    "openvla_oft": "policies.openvla.oft:OpenVLAOFT",
-    "random": "policies.scripted.random_actions:RandomActions",
-    "remote": "policies.remote.policy:Remote",
-    "replay": "policies.scripted.replay:Replay",
-    "scripted": "policies.scripted.policy:Scripted",
+    "categorical_mlp": "policies.small.categorical_mlp:CATEGORICAL_MLP",
+    "countdown_solver": "policies.scripted.countdown:COUNTDOWN_SOLVER",
+    "flow": "policies.small.flow:FLOW",
+    "gaussian_mlp": "policies.small.gaussian_mlp:GAUSSIAN_MLP",
+    "pi0": "policies.pi0.kind:PI0",
+    "language": "policies.language.kind:LANGUAGE",
+    "openvla": "policies.openvla.kinds:OPENVLA",
+    "openvla_oft": "policies.openvla.kinds:OPENVLA_OFT",
+    "random": "policies.scripted.random_actions:RANDOM",
+    "remote": "policies.remote.policy:REMOTE",
+    "replay": "policies.scripted.replay:REPLAY",
+    "scripted": "policies.scripted.policy:SCRIPTED",
 }
-"""Kind to module:class. A module is imported when its kind is asked for."""
+"""Name of a kind to the module:NAME of its `PolicyKind`, which is imported when the kind is used."""
 WITHOUT_WEIGHTS = frozenset({"countdown_solver", "random", "remote", "replay", "scripted"})
-"""Kinds that are evaluated and recorded, and have nothing to train (`Policy.trainable`)."""
+"""Kinds that are evaluated and recorded, and have nothing to train (`PolicyKind.trainable`)."""
 ENTRY_POINTS = "embodied_farm.policies"
 """Group in which packages offer policies, name to `module:Class`. A name of `KINDS` cannot be replaced."""
 

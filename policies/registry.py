@@ -1,7 +1,8 @@
-"""The registry of policy kinds: a policy by its kind, built from a seed.
+"""The registry of policy kinds: a kind by its name, and a policy of it built from a seed.
 
-A policy that is not one of ours is named by its module (`my_package.my_policy:MyPolicy`), or by the entry point of an
-installed package. It is imported in each process that asks for it.
+A kind that is not one of ours is named by its module (`my_package.my_policy:MyPolicy`), or by the entry point of an
+installed package; the name is that of a class derived from `Policy`, or of a `PolicyKind`. It is imported in each
+process that uses it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from policies.errors import PolicyError, nearest, shown
 from policies.files import CONFIG, read_json
 from policies.kinds import ENTRY_POINTS, KINDS, check_kind
 from policies.named_code import entry_point, named
+from policies.policy_kind import PolicyKind
 
 LARGEST, LARGEST_IMAGE, LARGEST_VOCABULARY = 2**16, 4096, 2**20
 """Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
@@ -31,37 +33,43 @@ REQUIRED = ("act", "evaluate", "value", "architecture")
 """Methods that every policy defines."""
 
 
-def policy_class(kind: str) -> type[Policy]:
-    """The class of `kind`: one of `KINDS`, `package.module:Class`, or an installed package's. Raises `PolicyError` with
-    the nearest kinds if there is none, and for what is no policy."""
-    check_kind(kind)
-    if ":" in kind:
-        return _checked_policy(named(kind, PolicyError), kind)
-    if kind in KINDS:
-        module, name = KINDS[kind].split(":")
-        return getattr(importlib.import_module(module), name)
-    return _checked_policy(entry_point(ENTRY_POINTS, kind, PolicyError), f"the entry point {kind!r}")
+def policy_kind(name: str) -> PolicyKind:
+    """The kind of this name: one of `KINDS`, `package.module:NAME`, or an installed package's.
+
+    Raises `PolicyError`, with the nearest names, if there is none, and for what is no policy.
+    """
+    check_kind(name)
+    if ":" in name:
+        return _checked_kind(named(name, PolicyError), name)
+    if name in KINDS:
+        module, constant = KINDS[name].split(":")
+        return getattr(importlib.import_module(module), constant)
+    return _checked_kind(entry_point(ENTRY_POINTS, name, PolicyError), f"the entry point {name!r}")
 
 
-def _checked_policy(found: Any, name: str) -> type[Policy]:
-    if not isinstance(found, type):
-        raise PolicyError(f"{name} is a {type(found).__name__}, not a class derived from policies.Policy")
-    missing = [method for method in REQUIRED if getattr(found, method, None) in (None, getattr(Policy, method))]
-    derived = issubclass(found, Policy)
+def _checked_kind(found: Any, name: str) -> PolicyKind:
+    kind = found if isinstance(found, PolicyKind) else PolicyKind(found)
+    cls = kind.policy
+    if not isinstance(cls, type):
+        raise PolicyError(
+            f"{name} is a {type(cls).__name__}, not a class derived from policies.Policy, nor a policies.PolicyKind"
+        )
+    missing = [method for method in REQUIRED if getattr(cls, method, None) in (None, getattr(Policy, method))]
+    derived = issubclass(cls, Policy)
     if missing or not derived:
         wrong = [] if derived else ["is not derived from policies.Policy"]
         wrong += [f"lacks the methods {', '.join(missing)}"] if missing else []
         raise PolicyError(f"{name} is no policy: it {' and '.join(wrong)} (policies/contract.py says what they do)")
-    return found
+    return kind
 
 
 def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy:
     """A new policy of `kind` on the CPU, its weights determined by the seed; global generators are untouched.
 
-    `architecture` are the options of the kind (`Policy.options_type`). Raises `PolicyError` for one that is unknown
+    `architecture` are the options of the kind (`PolicyKind.options`). Raises `PolicyError` for one that is unknown
     or of another type than its default, so that a configuration file cannot cause another error.
     """
-    cls = _checked_class(kind, architecture)
+    found = _with_options(kind, architecture)
     check_actions(kind, spec)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
@@ -69,19 +77,19 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
         largest = {"image_size": LARGEST_IMAGE, "discrete_actions": LARGEST_VOCABULARY}.get(name, LARGEST)
         if type(size) is int and not 0 <= size <= largest:
             raise PolicyError(f"spec.{name} is of 0 to {largest}, got {shown(size)}")
-    if spec.horizon == spec.chunk and not (cls.predicts_more and cls.pretrained):
+    if spec.horizon == spec.chunk and not (found.predicts_more and found.pretrained):
         spec = replace(spec, horizon=0)  # the same, said once; where a checkpoint has a horizon, 0 is that
-    if spec.predicted < spec.chunk or (spec.predicted > spec.chunk and not cls.predicts_more):
-        allowed = "of at least that" if cls.predicts_more else f"of {spec.chunk}: {kind} executes all that it predicts"
+    if spec.predicted < spec.chunk or (spec.predicted > spec.chunk and not found.predicts_more):
+        allowed = (
+            "of at least that" if found.predicts_more else f"of {spec.chunk}: {kind} executes all that it predicts"
+        )
         raise PolicyError(f"chunks of {spec.chunk} actions need a horizon {allowed}; policy.horizon is {spec.horizon}")
     # The initialisers draw from the CPU's default generator: it is seeded alone (torch.manual_seed would seed
     # every GPU's too) and put back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        if cls.options_type is not None:
-            policy = cls(spec, cls.options_type(**architecture))
-        else:
-            policy = cls(spec, **architecture)
+        make: Any = found.policy
+        policy: Policy = make(spec, found.options(**architecture)) if found.options else make(spec, **architecture)
     policy.kind = kind  # the name by which a checkpoint's reader finds the class again
     return policy
 
@@ -89,17 +97,17 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
 def check(kind: str, architecture: Mapping[str, Any]) -> None:
     """Raise `PolicyError` for what `build` would refuse whatever the task: an unknown kind or argument, files that are
     missing, or of another kind. Builds nothing."""
-    cls = _checked_class(kind, architecture)
-    if cls.options_type is not None:
-        cls.options_type(**architecture)  # raises for a value that an option does not take
-    _check_kind(kind, cls, architecture.get("checkpoint"))
-    cls.check_files(architecture)
+    found = _with_options(kind, architecture)
+    if found.options is not None:
+        found.options(**architecture)  # raises for a value that an option does not take
+    _check_kind(kind, found, architecture.get("checkpoint"))
+    found.format.check_files(architecture)
 
 
 def check_actions(kind: str, spec: PolicySpec) -> None:
     """Raise `PolicyError` where the task's actions are choices and the kind's are real numbers, or the other way
     round."""
-    if policy_class(kind).chooses == bool(spec.discrete_actions):
+    if policy_kind(kind).chooses == bool(spec.discrete_actions):
         return
     if spec.discrete_actions:
         raise PolicyError(
@@ -112,12 +120,12 @@ def check_actions(kind: str, spec: PolicySpec) -> None:
     )
 
 
-def _check_kind(kind: str, cls: type[Policy], folder: Any) -> None:
+def _check_kind(kind: str, found: PolicyKind, folder: Any) -> None:
     """Raise `PolicyError` where config.json of a checkpoint directory says that it is of another kind."""
     path = Path(folder if isinstance(folder, str) else "") / CONFIG
-    if not path.is_file() or cls.reads(config := read_json(path)):
+    if not path.is_file() or found.format.reads(config := read_json(path)):
         return
-    others = [name for name in KINDS if policy_class(name).reads(config)]
+    others = [name for name in KINDS if policy_kind(name).format.reads(config)]
     if others:
         raise PolicyError(
             f"{path} is of {' or '.join(others)}, and policy.kind is {kind}: set policy.kind to {others[0]}, or name "
@@ -131,31 +139,32 @@ def _check_kind(kind: str, cls: type[Policy], folder: Any) -> None:
         )
 
 
-def _checked_class(kind: str, architecture: Mapping[str, Any]) -> type[Policy]:
-    cls = policy_class(kind)
-    known = arguments_of(cls)
+def _with_options(kind: str, architecture: Mapping[str, Any]) -> PolicyKind:
+    """The kind. Raises `PolicyError` for options that it does not have, or of another type."""
+    found = policy_kind(kind)
+    known = arguments_of(found)
     for name, value in architecture.items():
         if name not in known:
             raise PolicyError(f"{kind} has no architecture argument {shown(name)}{nearest(name[:100], list(known))}")
         if not _fits(value, known[name]):
             raise PolicyError(f"{kind}'s {name} is of the kind of {known[name]!r}, got {shown(value)}")
-    return cls
+    return found
 
 
-def arguments_of(cls: type[Policy]) -> dict[str, Any]:
-    """The options of the class with their defaults: `options_type`'s fields, else the constructor's keywords."""
-    if cls.options_type is not None:
-        return {field.name: field.default for field in fields(cls.options_type)}
-    parameters = inspect.signature(cls).parameters.values()
+def arguments_of(kind: PolicyKind) -> dict[str, Any]:
+    """The options of the kind with their defaults: fields of `PolicyKind.options`, else the constructor's keywords."""
+    if kind.options is not None:
+        return {field.name: field.default for field in fields(kind.options)}
+    parameters = inspect.signature(kind.policy).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def types_of(cls: type[Policy]) -> dict[str, Any]:
-    """The options of the class with the types that it declares; `Any` where it declares none, or none that is known."""
+def types_of(kind: PolicyKind) -> dict[str, Any]:
+    """The options of the kind with the types that it declares; `Any` where it declares none, or none that is known."""
     hints: dict[str, Any] = {}
     with suppress(NameError):  # a class of your own may name what only a type checker imports
-        hints = get_type_hints(cls.options_type or cls.__init__)
-    return {name: hints.get(name, Any) for name in arguments_of(cls)}
+        hints = get_type_hints(kind.options or kind.policy.__init__)
+    return {name: hints.get(name, Any) for name in arguments_of(kind)}
 
 
 def _fits(value: Any, default: Any) -> bool:

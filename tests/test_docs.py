@@ -19,7 +19,7 @@ import embodied
 from embodied.cli import VERBS
 from embodied.config.files import all_settings
 from embodied.config.schema import Config
-from policies.registry import arguments_of, policy_class
+from policies.registry import arguments_of, policy_kind
 
 ROOT = Path(__file__).parent.parent
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
@@ -203,5 +203,5 @@ def test_the_readme_s_parts_of_one_s_own_train(
 @pytest.mark.parametrize(("kind", "name"), [("pi0", "pi0.md"), ("openvla_oft", "openvla.md")])
 def test_every_option_of_a_policy_is_explained(kind: str, name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
-    options = set(arguments_of(policy_class(kind))) - {"weights"}  # that one `policies.load` sets
+    options = set(arguments_of(policy_kind(kind))) - {"weights"}  # that one `policies.load` sets
     assert not [option for option in options if f"`{option}`" not in text]

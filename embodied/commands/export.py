@@ -34,7 +34,7 @@ def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        policy.export(aside)
+        policies.export(policy, aside)
         _describe(aside / "README.md", policy.kind, found)
         aside.rename(out)
     except OSError as error:

@@ -54,7 +54,7 @@ from embodied.trajectories.batch import FAULTY
 from embodied.workflows.context import policy_spec, task_spec
 from embodied.workflows.conventions import notes_on, overruled
 from policies.errors import PolicyError
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes
@@ -91,12 +91,12 @@ class Subject:
     @cached_property
     def statistics(self) -> str | None:
         """Name of the dataset whose statistics give actions their unit, where others have named it."""
-        return policy_class(self.config.policy.kind).statistics_name(self.config.policy.architecture)
+        return policy_kind(self.config.policy.kind).format.statistics_name(self.config.policy.architecture)
 
     @cached_property
     def server(self) -> Mapping[str, Any] | None:
         """What the program that decides says of itself; None where the policy is computed here."""
-        return policy_class(self.config.policy.kind).served_by(self.config.policy.architecture)
+        return policy_kind(self.config.policy.kind).format.served_by(self.config.policy.architecture)
 
     @property
     def named(self) -> str | None:
@@ -115,7 +115,7 @@ class Subject:
             "files": self.files,
         }
         if self.server is not None:
-            incidental = policy_class(config.policy.kind).incidental
+            incidental = policy_kind(config.policy.kind).incidental
             policy["options"] = {name: v for name, v in config.policy.options.items() if name not in incidental}
             policy["server"] = self.server
         return Identity(protocol, policy)

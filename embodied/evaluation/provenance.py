@@ -28,7 +28,7 @@ from embodied.files import read_json
 from embodied.run import checkpoint
 from embodied.run.saved_settings import CONFIG, recorded_settings, run_of_checkpoint
 from embodied.workflows.sizes import tasks_of
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.catalogue import CATALOGUE, problem_file
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import start_seed
@@ -269,7 +269,7 @@ def _run_and_checkpoint(named: Path) -> tuple[Path | None, Path | None]:
 def _base(policy: PolicyConfig, kind: str) -> Lineage:
     """The base that the policy is built from where no training of this project has written it. Its `kind` is that of
     the policy that began from it: one that a folder records may name code."""
-    if not policy_class(kind).pretrained:
+    if not policy_kind(kind).pretrained:
         return Lineage()
     files = outside_files(policy)
     learned = [one["path"] for one in files.values() if not _is_drawn(Path(one["path"]))]

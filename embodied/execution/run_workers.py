@@ -44,7 +44,7 @@ from embodied.workflows.checks import check_measure, check_ranks, check_recorded
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
 from embodied.workflows.sizes import tasks_of
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
 
 ANSWER_S = 5.0
@@ -239,7 +239,7 @@ def _weight_sync(
         sharing=assignment.guests,
         nodes={rank: places[rank].node for rank in assignment.apart},
         timeout_s=timeout_s,
-        engine=policy_class(config.policy.kind).asks_engine(config.policy.architecture),
+        engine=policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture),
     )
 
 

@@ -31,7 +31,7 @@ from embodied.planning.clusters import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
 from embodied.workflows.sizes import holds_shards, tasks_of, workflow_of
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.turns import Turns, turns_of
 from schedulers.workflow import Workflow
@@ -290,7 +290,8 @@ def _rollout_worker(each: Sequence[Probed], whole: Probed, config: Config) -> Co
 
 def _turns(each: Sequence[Probed], config: Config) -> Turns | None:
     """Executed actions of the measured decisions, where the policy is done with a row after the last of them."""
-    slots, chunk = policy_class(config.policy.kind).slots(config.policy.architecture), config.policy.chunk
+    policy = config.policy
+    slots, chunk = policy_kind(policy.kind).format.slots(policy.architecture), policy.chunk
     if not slots:
         return None
     iterations = [iteration for probed in each for iteration in probed.taken["all cores"].iterations]

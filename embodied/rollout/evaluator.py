@@ -38,6 +38,7 @@ from embodied.trajectories.batch import EpisodeSums, to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.workflows.context import make_policy
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
+from policies.registry import policy_kind
 from sim_farm.client.farm import Farm, FarmAddress, WorkerTimeout
 from sim_farm.client.observations import Observations
 from sim_farm.contract import EpisodeSpec, Float32
@@ -221,7 +222,7 @@ class _Task:
         self._begun = [""] * num_envs
         """Digest of the first observation of each environment's episode."""
         self._groups = groups_of(self._farm)
-        self._threads = ThreadPoolExecutor(len(self._groups), "decisions") if policy.waits else None
+        self._threads = ThreadPoolExecutor(len(self._groups), "decisions") if policy_kind(policy.kind).waits else None
         self._deciding: dict[int, _Deciding] = {}
         """The decisions under way, by the group's number."""
         self._unfinished = {group.number for group in self._groups}
@@ -447,7 +448,7 @@ def make_evaluator(
 def finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
     """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
     policy = make_policy(config, spec, checkpoint)
-    untrained = checkpoint is None and config.policy.init is None and not policy.pretrained
+    untrained = checkpoint is None and config.policy.init is None and not policy_kind(policy.kind).pretrained
     if untrained and any(parameter.requires_grad for parameter in policy.parameters()):
         raise UserError(
             f"the policy {config.policy.kind} has to be trained before it is evaluated: name a run instead of a "

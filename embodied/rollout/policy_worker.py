@@ -140,7 +140,7 @@ def blank_inputs(policy: Policy, info: TaskInfo, reads: Sequence[str]) -> Inputs
         state=torch.zeros(1, info.state_dim) if "state" in reads else None,
         proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
         frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in policy.spec.cameras},
-        instruction=(policy.blank_instruction,) if "instruction" in reads else (),
+        instruction=("",) if "instruction" in reads else (),
         episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
     )
 

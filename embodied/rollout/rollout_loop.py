@@ -30,7 +30,7 @@ from embodied.trajectories.batch import EndedEpisode, EpisodeSums, GroupDecision
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.context import WorkerContext, bootstrap_of
 from policies.contract import Action, Inputs
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
 
@@ -58,7 +58,7 @@ class RolloutSettings:
     def of(cls, context: WorkerContext) -> RolloutSettings:
         """The settings of a run."""
         config = context.config
-        by_engine = policy_class(config.policy.kind).asks_engine(config.policy.architecture)
+        by_engine = policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture)
         return cls(
             reads=config.policy.reads,
             seeds=context.seeds,

@@ -167,9 +167,9 @@ def refuse_fixed(found: Iterable[Change], kind: str, run_dir: Path, iteration: i
     # Where a run began `begun_from` has looked at.
     refused = [one for one in found if one.key != "policy.init" and is_fixed(one.key, stage)]
     if refused:
-        from policies.registry import policy_class  # an import of seconds, which what is parsed does not wait for
+        from policies.registry import policy_kind  # an import of seconds, which what is parsed does not wait for
 
-        incidental = policy_class(kind).incidental
+        incidental = policy_kind(kind).incidental
         refused = [one for one in refused if is_fixed(one.key, stage, incidental)]
     if not refused:
         return

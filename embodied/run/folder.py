@@ -87,7 +87,7 @@ def fetched(config: Config) -> Config:
     kind, named = config.policy.kind, config.policy.path
     if named is None:
         return config
-    if "checkpoint" not in registry.arguments_of(registry.policy_class(kind)):
+    if "checkpoint" not in registry.arguments_of(registry.policy_kind(kind)):
         raise UserError(
             f"policy.path {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, openvla_oft, "
             f"pi0), and policy.kind is {kind}: name its kind, or begin a {kind} from a run with policy.init"

@@ -13,7 +13,7 @@ from embodied.workflows.sizes import tasks_of
 from policies.checkpoint import check_into
 from policies.contract import PolicySpec
 from policies.errors import PolicyError
-from policies.registry import check_actions, policy_class
+from policies.registry import check_actions, policy_kind
 from sim_farm.catalogue import is_quick, is_shipped
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.workers.hosts import InProcess
@@ -37,7 +37,7 @@ def check_fits(config: Config, begun: Path | None = None) -> None:
     for task, info, spec in zip(tasks, infos, specs, strict=True):
         if info is not None and infos[0] is not None:
             check_same_sizes(specs[0], spec, task.env.task)
-    kind = policy_class(config.policy.kind)
+    kind = policy_kind(config.policy.kind)
     if kind.pretrained or not kind.trainable:
         return
     try:

@@ -47,7 +47,7 @@ from embodied.training.iteration_metrics import (
     left_out,
 )
 from embodied.training.selection import BackgroundError, Candidate, Selection, free_room
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.workers import faults
 
 FINISHING = "interrupted: finishing the update, so that its iteration is kept; once more stops at once"
@@ -127,7 +127,9 @@ def train(
         **({"replaced": recovery.replaced} if recovery.replaced else {}),
         **({} if loop.selection.best is None else {"best_iteration": loop.selection.best}),
         **(
-            {"deterministic": False} if policy_class(config.policy.kind).asks_engine(config.policy.architecture) else {}
+            {"deterministic": False}
+            if policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture)
+            else {}
         ),
         "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
         **loop.milestones,

@@ -64,7 +64,7 @@ def check_run(config: Config) -> None:
 def check_training(config: Config) -> None:
     """Check a training run: its trackers, `check_run`, its plan and profile, its evaluations, and, if nothing is
     planned, that environments divide among workers and groups among policy replicas."""
-    if not registry.policy_class(config.policy.kind).trainable:
+    if not registry.policy_kind(config.policy.kind).trainable:
         raise UserError(nothing_to_learn(config.policy.kind))
     check_packages(config.track)
     check_run(config)
@@ -156,9 +156,10 @@ def check_policy(config: Config) -> None:
     conventions that it converts from. Assumptions about what its files leave open are logged."""
     kind, architecture = config.policy.kind, config.policy.architecture
     _check_options(kind, architecture)
-    for sentence in registry.policy_class(kind).assumed(architecture):
+    form = registry.policy_kind(kind).format
+    for sentence in form.assumed(architecture):
         _say(sentence)
-    for setting, (option, wanted) in registry.policy_class(kind).converts(architecture).items():
+    for setting, (option, wanted) in form.converts(architecture).items():
         for task in tasks_of(config):
             found = getattr(task.env, setting)
             if found != wanted:
@@ -176,8 +177,8 @@ def _check_problems(config: Config, task: str) -> None:
         return
     # A policy that reads the state goes on with its answer, chunk after chunk.
     chunks = -(-limit // policy.chunk) if limit is not None and "state" in policy.reads else 1
-    kind = registry.policy_class(policy.kind)
-    kind.check_instructions(policy.architecture, files.instructions, chunks * policy.chunk, files.source)
+    form = registry.policy_kind(policy.kind).format
+    form.check_instructions(policy.architecture, files.instructions, chunks * policy.chunk, files.source)
 
 
 def _check_options(kind: str, architecture: Mapping[str, Any]) -> None:
@@ -185,7 +186,7 @@ def _check_options(kind: str, architecture: Mapping[str, Any]) -> None:
     try:
         registry.check(kind, architecture)
     except PolicyError as error:
-        known = registry.arguments_of(registry.policy_class(kind))
+        known = registry.arguments_of(registry.policy_kind(kind))
         unknown = next((name for name in architecture if name not in known), None)
         if unknown is None or repr(unknown) not in str(error):
             raise

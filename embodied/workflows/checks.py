@@ -11,7 +11,7 @@ from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, recipe_of
 from embodied.workflows.sizes import tasks_of
 from embodied.workflows.unread import check_unread
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.contract import TaskInfo
 
 
@@ -57,7 +57,7 @@ def _check_critic(config: Config) -> None:
 
 def _check_contrast(config: Config, recipe: Recipe) -> None:
     if recipe.objective == "contrast":
-        if not policy_class(config.policy.kind).can_contrast(config.policy.architecture):
+        if not policy_kind(config.policy.kind).format.contrasts(config.policy.architecture):
             raise UserError(
                 f"the workflow {config.workflow} contrasts the velocities of one drawn step, which the policy "
                 f"{config.policy.kind} has not as it is: take a flow policy (flow, pi0) that scores one step of a "

@@ -13,7 +13,7 @@ from embodied.errors import UserError
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import randomisation
 from policies.contract import Policy, PolicySpec
-from policies.registry import arguments_of, check_actions, policy_class
+from policies.registry import arguments_of, check_actions, policy_kind
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
 
@@ -82,7 +82,7 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     """The sizes of the policy for this task. Raises `PolicyError` where the policy cannot act by the task's actions."""
     reads = config.policy.reads
     _check_seen(config, info)
-    scaled = policy_class(config.policy.kind).scales_to_bounds
+    scaled = policy_kind(config.policy.kind).scales_to_bounds
     low, high = _bounds(info) if scaled and not info.discrete_actions else ((), ())
     spec = PolicySpec(
         action_dim=info.action_dim,
@@ -105,7 +105,7 @@ def _check_seen(config: Config, info: TaskInfo) -> None:
     kind = config.policy.kind
     if "state" not in config.policy.reads or info.state_dim:
         return
-    another = "" if "encoder" in arguments_of(policy_class(kind)) else "--policy.kind flow "
+    another = "" if "encoder" in arguments_of(policy_kind(kind)) else "--policy.kind flow "
     raise UserError(
         f"{info.spec.name} has no state, which the policy {kind} reads: all that it shows are pictures. Give {another}"
         "--policy.reads images --env.cameras 1 --policy.options.encoder cnn"

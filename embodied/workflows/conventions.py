@@ -17,7 +17,7 @@ from embodied.errors import UserError
 from embodied.run.saved_settings import recorded_settings, run_of_checkpoint
 from embodied.workflows.context import task_spec
 from embodied.workflows.sizes import tasks_of
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.contract import TaskInfo
 from sim_farm.conventions import turns
 from sim_farm.workers.hosts import InProcess
@@ -98,7 +98,7 @@ def in_words(trained: Config) -> dict[str, str]:
             f"the first {env.cameras} of the task" if isinstance(env.cameras, int) else ", ".join(env.cameras)
         )
         said["pictures"] = f"{env.orientation} (env.orientation), {env.image_size} x {env.image_size} pixels"
-    if not policy_class(policy.kind).chooses:
+    if not policy_kind(policy.kind).chooses:
         said["gripper"] = f"{env.gripper} (env.gripper)"
         said["control mode"] = _shown(env.control_mode)
         said["chunk"] = f"{policy.chunk} actions are executed of a decision"
@@ -110,7 +110,7 @@ def in_words(trained: Config) -> dict[str, str]:
 def overruled(own: Config, here: Config) -> list[str]:
     """Sentences about conventions that the configuration of a pretrained policy says, and that are others `here`, since
     a protocol determines them. What it leaves at the default says nothing."""
-    cls, default = policy_class(own.policy.kind), Config()
+    cls, default = policy_kind(own.policy.kind), Config()
     if not (cls.pretrained and cls.trainable):
         return []
     said = [one for one in differences(own, here) if one.setting in BY_PROTOCOL and one.is_wrong]
@@ -162,7 +162,7 @@ def _in_task(trained: Config, here: Config) -> Iterator[Difference]:
         yield Difference("env.image_size", before.image_size, now.image_size, "its pictures have another size")
     was, chunk = trained.policy.chunk, here.policy.chunk
     if was != chunk and trained.policy.kind == here.policy.kind:
-        free = "spec.chunk" in policy_class(here.policy.kind).incidental
+        free = "spec.chunk" in policy_kind(here.policy.kind).incidental
         yield Difference("policy.chunk", was, chunk, "it decides at other intervals", not free)
 
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import policies
 from policies import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.conformance.reporting import NotApplicable
+from policies.registry import policy_kind
 
 ROWS_TOLERANCE = 1e-5
 """A row computed in another batch: other blocks of a matrix product, other rounding."""
@@ -103,9 +104,9 @@ def law_velocities_have_not_changed_since_they_acted(policy: Policy, inputs: Inp
     """A policy that says how its velocities change says so of every decision."""
     action = policy.act(inputs, random_noise(policy, _rows(inputs), 1))
     contrast = policy.evaluate(inputs, action.trace).contrast
-    assert (contrast is not None) == policy.can_contrast(policy.architecture())
+    assert (contrast is not None) == policy_kind(policy.kind).format.contrasts(policy.architecture())
     if contrast is None:
-        raise NotApplicable("the policy does not say how its velocities change (Policy.can_contrast)")
+        raise NotApplicable("the policy does not say how its velocities change (PolicyFormat.contrasts)")
     chunk = action.chunk.shape
     assert contrast.drift.shape == chunk and contrast.pull.shape == chunk
     assert contrast.drift.abs().max() < 1e-4, "the velocity that acted is not what is evaluated"

@@ -16,7 +16,7 @@ from policies import Inputs, Policy, PolicyError, PolicySpec
 from policies.conformance.laws import perturb, random_inputs
 from policies.conformance.promises import PROMISES
 from policies.conformance.reporting import Reporter
-from policies.registry import policy_class
+from policies.registry import policy_kind
 
 STATE = PolicySpec(action_dim=3, state_dim=5)
 CHOICES = PolicySpec(action_dim=1, state_dim=5, discrete_actions=10_000)
@@ -110,4 +110,4 @@ def _spec(kind: str, sizes: dict[str, Any]) -> PolicySpec:
         elif type(value) is not int:
             raise PolicyError(f"--sizes: {name} is a whole number, got {value!r}")
     sizes = {name: tuple(value) if isinstance(value, list) else value for name, value in sizes.items()}
-    return replace(CHOICES if policy_class(kind).chooses else STATE, **sizes)
+    return replace(CHOICES if policy_kind(kind).chooses else STATE, **sizes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
 from policies.errors import shown
-from policies.files import ADAPTER_CONFIG, CONFIG, Shards
+from policies.files import ADAPTER_CONFIG, CONFIG
 from policies.kinds import check_folders
 from policies.language.engine_clients import PROBE, EngineServers, servers_of
 from policies.language.engines import Drawing
 from policies.language.generation import Sampling, generate, up_to_end
 from policies.language.generation_settings import GenerationSettings
-from policies.language.lengths import check_prompts
 from policies.language.model import CausalModel, load_model, save_model
 from policies.language.packing import packed
 from policies.language.prompts import Prompts, around
@@ -101,6 +100,21 @@ def _say(sentence: str) -> None:
     _log.warning("%s", sentence)
 
 
+def check_files(architecture: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` if files that the options name are missing; log settings of generation that are left out."""
+    if not architecture.get("checkpoint"):
+        raise PolicyError("language needs a language model: set policy.options.checkpoint to its directory")
+    check_folders(architecture)
+    for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
+        folder = architecture.get(name)
+        if folder and not (Path(folder) / file).is_file():
+            raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
+    settings = GenerationSettings.read(Path(architecture["checkpoint"]))
+    if settings.left_out:
+        listed = ", ".join(f"{name} {shown(value)}" for name, value in settings.left_out.items())
+        _say(f"{settings.path} sets {listed}: transformers' generate applies that, the policy answers without it")
+
+
 class LanguagePolicy(lora.AdaptedPolicy):
     """Answers an instruction in tokens; with `state`, goes on with the answer whose token ids the state holds.
 
@@ -113,58 +127,11 @@ class LanguagePolicy(lora.AdaptedPolicy):
     """
 
     kind = "language"
-    chooses = True
-    blank_instruction = ""  # as of an environment that rests: it is answered by one token
-    pretrained = True
-    options_type = LanguageOptions
-    incidental: ClassVar[frozenset[str]] = frozenset(
-        {
-            "checkpoint",
-            "adapter",
-            "temperature",
-            "top_p",
-            "rows",
-            "engine",
-            "engine_timeout_s",
-            "gradient_checkpointing",
-            "value_per_action",  # the head is the same
-            "spec.chunk",
-            "spec.horizon",
-        }
-    )
-
-    @classmethod
-    def check_files(cls, architecture: Mapping[str, Any]) -> None:
-        if not architecture.get("checkpoint"):
-            raise PolicyError(f"{cls.kind} needs a language model: set policy.options.checkpoint to its directory")
-        check_folders(architecture)
-        for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
-            folder = architecture.get(name)
-            if folder and not (Path(folder) / file).is_file():
-                raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
-        settings = GenerationSettings.read(Path(architecture["checkpoint"]))
-        if settings.left_out:
-            listed = ", ".join(f"{name} {shown(value)}" for name, value in settings.left_out.items())
-            _say(f"{settings.path} sets {listed}: transformers' generate applies that, the policy answers without it")
-
-    @classmethod
-    def check_instructions(
-        cls, architecture: Mapping[str, Any], instructions: Sequence[str], actions: int, source: str
-    ) -> None:
-        check_prompts(architecture, instructions, actions, source)
-
-    @classmethod
-    def slots(cls, architecture: Mapping[str, Any]) -> int:
-        return int(architecture.get("rows", LanguageOptions.rows))
-
-    @classmethod
-    def reads(cls, config: Mapping[str, Any]) -> bool:
-        return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
 
     def __init__(self, spec: PolicySpec, options: LanguageOptions) -> None:
         """Raises `PolicyError` where model, task and options do not fit together."""
         super().__init__()
-        self.check_files(asdict(options))
+        check_files(asdict(options))
         if spec.cameras or spec.proprio_dim:
             raise PolicyError("language reads texts: set policy.reads to [instruction], or [instruction, state]")
         self.spec, self.options = spec, options
@@ -235,7 +202,7 @@ class LanguagePolicy(lora.AdaptedPolicy):
         new = weights.folder.with_name(f"{weights.folder.name}.part")
         for left in (new, weights.folder):
             shutil.rmtree(left, ignore_errors=True)
-        self.export(new)
+        save_model(self.model, new, lora.merged_state(self.model))
         new.rename(weights.folder)
         self._engine.update_weights(weights.folder, str(weights.folder))
         for other in weights.folder.parent.iterdir():
@@ -380,28 +347,3 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     def architecture(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self.options).items() if name != "weights"}
-
-    def write_actor(self, folder: Path) -> bool:
-        """A PEFT directory where an adapter is trained, else the whole model, with its tokenizer."""
-        if self.adapted:
-            lora.save_adapter(self.model, folder)
-        else:
-            (folder / ADAPTER_CONFIG).unlink(missing_ok=True)  # the folder would be taken for an adapter
-            save_model(self.model, folder)
-        return True
-
-    def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        if self.adapted:
-            tensors = lora.read_adapter(self.model, folder)
-            lora.check_scaling(self.model, folder)
-            return {f"model.{name}": tensor for name, tensor in tensors.items()}
-        found = Shards.find(folder).read(self.model.checkpoint_state())
-        return {f"model.network.{name}": tensor for name, tensor in found.items()}
-
-    @classmethod
-    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
-        return {"weights": str(folder)}
-
-    def export(self, folder: Path) -> None:
-        """Write a directory as transformers loads it, with the adapter, if there is one, merged into the weights."""
-        save_model(self.model, Path(folder), lora.merged_state(self.model))

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.cuda_graphs import replayed, replaying
-from policies.files import check_tensors, read_state
 from policies.layers import checked_noise, counted_mean
 from policies.openvla.action_tokens import choose, score
-from policies.openvla.film import film_state, read_film
-from policies.openvla.heads import ActionHead, ProprioProjector, write_side_file
+from policies.openvla.heads import ActionHead, ProprioProjector
 from policies.openvla.model import OpenVLAModel, Sequence
 from policies.openvla.normalisation import DEMONSTRATIONS
 from policies.openvla.options import CONVENTIONS, OFTOptions
@@ -30,9 +27,7 @@ from policies.openvla.side_files import (
     FILM,
     PROPRIO,
     choose_side_files,
-    find_side_files,
     side_folders,
-    step_of,
 )
 from policies.small.encoders import vector
 
@@ -62,7 +57,6 @@ class OpenVLAOFT(TokenPolicy):
     """
 
     kind = "openvla_oft"
-    options_type = OFTOptions
     range_eps = 1e-8
 
     def __init__(self, spec: PolicySpec, options: OFTOptions) -> None:
@@ -144,32 +138,6 @@ class OpenVLAOFT(TokenPolicy):
         self._checkpointing()
         return chunk_states(self.model, sequence, count, self.stop)
 
-    def write_actor(self, folder: Path) -> bool:
-        super().write_actor(folder)
-        # A frozen backbone is the base's, unless its file lies with an adapter, which may go.
-        film = self.film is not None and (not self.adapted or self.files[FILM].parent != self.source)
-        self._write_side(folder, ".safetensors", lora.plain_state(self.model) if film else None)
-        return True
-
-    def export(self, folder: str | Path) -> None:
-        super().export(folder)
-        self._write_side(Path(folder), ".pt", lora.merged_state(self.model))
-
-    def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        tensors = super().read_actor(folder)
-        found = find_side_files(folder)
-        modules = self._modules_with_files()
-        wanted = {**dict.fromkeys(modules, True), FILM: self.film is not None and (not self.adapted or FILM in found)}
-        for name, path in choose_side_files([folder], wanted).items():
-            if name == FILM:
-                backbone, _ = read_film(self.model, path)
-                tensors |= {f"model.{key}": tensor for key, tensor in backbone.items()}
-            else:
-                state = read_state(path)
-                check_tensors(path, state, modules[name].state_dict())
-                tensors |= {f"{name}.{key}": tensor for key, tensor in state.items()}
-        return tensors
-
     def vision_features(self, inputs: Inputs) -> Tensor:
         if self.film is None:
             return super().vision_features(inputs)
@@ -195,18 +163,3 @@ class OpenVLAOFT(TokenPolicy):
         proprio = self.statistics.normalise_proprio(state)
         token = self.proprio_projector(proprio.to(images.dtype))
         return torch.cat([images, token[:, None]], 1)
-
-    def _write_side(self, folder: Path, suffix: str, directory: Mapping[str, Tensor] | None) -> None:
-        """Write the side files that are used; the backbone's from the `directory`'s tensors, if they are given."""
-        states = {name: module.state_dict() for name, module in self._modules_with_files().items()}
-        # As data-parallel training leaves them, which the reference expects.
-        states = {name: {f"module.{key}": t for key, t in state.items()} for name, state in states.items()}
-        if self.film is not None and directory is not None:
-            states[FILM] = film_state(self.model, self.film, directory)
-        for name, state in states.items():
-            write_side_file(state, folder / f"{name}--{step_of(self.files[name])}_checkpoint{suffix}")
-
-    def _modules_with_files(self) -> dict[str, nn.Module]:
-        """Modules of the policy that have a file of their own, by its component, which is the attribute's name too."""
-        every = {PROPRIO: self.proprio_projector, ACTION_HEAD: self.action_head}
-        return {name: module for name, module in every.items() if module is not None}

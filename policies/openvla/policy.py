@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, Normalised, PolicyError, PolicySpec
 from policies.cuda_graphs import replaying
-from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, Shards, read_json
-from policies.kinds import check_folders
+from policies.files import ADAPTER_CONFIG
 from policies.layers import checked_noise, counted_mean, only_counted
 from policies.openvla import adapters
 from policies.openvla.action_tokens import action_of, decode, score, token_of
@@ -22,20 +21,17 @@ from policies.openvla.film import load_film
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
 from policies.openvla.model import Sequence as Tokens
-from policies.openvla.model import load_model, save_model, to_checkpoint
+from policies.openvla.model import load_model
 from policies.openvla.normalisation import (
     DEMONSTRATIONS,
     choose_statistics,
     identity,
     read_datasets,
-    read_state,
     with_adapters,
-    write_statistics,
 )
 from policies.openvla.options import TokenOptions
 from policies.openvla.prompts import Prompts
 from policies.openvla.side_files import FILM, adapter_home, refuse_side_files, side_folders
-from policies.random_weights import RANDOM_WEIGHTS
 from policies.small.encoders import vector
 from policies.transforms import Gripper, Transforms
 
@@ -56,28 +52,8 @@ class TokenPolicy(lora.AdaptedPolicy):
     `trace["tokens"]` int64 [B, K] are the token ids. Imitation raises their probability among the whole vocabulary.
     """
 
-    incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "adapter", "any_base", "gradient_checkpointing", "image_backend", "temperature"}
-    )
-    options_type = TokenOptions
-    pretrained = True
     range_eps: float
     """Added to the range of the statistics: 0 in OpenVLA, 1e-8 in OpenVLA-OFT."""
-
-    @classmethod
-    def check_files(cls, architecture: Mapping[str, Any]) -> None:
-        Transforms(architecture.get("transforms", ()))
-        checkpoint = architecture.get("checkpoint")
-        if not checkpoint:
-            raise PolicyError(f"{cls.kind} needs a checkpoint: set policy.options.checkpoint to its directory")
-        check_folders(architecture)
-        for name, file in (("checkpoint", CONFIG), ("adapter", ADAPTER_CONFIG)):
-            folder = architecture.get(name)
-            if folder and not (Path(folder) / file).is_file():
-                raise PolicyError(f"policy.options.{name}: incomplete, {Path(folder) / file} is missing")
-        cls.side_files(architecture)
-        if RANDOM_WEIGHTS not in read_json(Path(checkpoint) / CONFIG):
-            adapters.check_other_files(Shards.find(Path(checkpoint)), [architecture.get("adapter")])
 
     @classmethod
     def side_files(cls, architecture: Mapping[str, Any]) -> dict[str, Path]:
@@ -86,24 +62,6 @@ class TokenPolicy(lora.AdaptedPolicy):
         for folder in side_folders(architecture):
             refuse_side_files(folder, cls.kind)
         return {}
-
-    @classmethod
-    def reads(cls, config: Mapping[str, Any]) -> bool:
-        return config.get("model_type") == "openvla"
-
-    @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        return Transforms(architecture.get("transforms", ())).conventions()
-
-    @classmethod
-    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
-        key = str(architecture.get("unnorm_key", ""))
-        if not key:
-            folder, adapter = (str(architecture.get(name, "")) for name in ("checkpoint", "adapter"))
-            datasets = read_datasets(Path(folder), read_json(Path(folder) / CONFIG))
-            datasets = with_adapters(datasets, Path(adapter)) if adapter else datasets
-            key = next(iter(datasets)) if len(datasets) == 1 else ""
-        return None if key in ("", DEMONSTRATIONS) else key
 
     def __init__(self, spec: PolicySpec, options: TokenOptions) -> None:
         """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
@@ -131,13 +89,13 @@ class TokenPolicy(lora.AdaptedPolicy):
         saved = Path(weights if saved_adapter else adapter) if saved_adapter or adapter else None
         if self.model.shards is not None:
             adapters.check_other_files(self.model.shards, [adapter, weights])
-        self._datasets = read_datasets(source, self.model.config.raw)
+        self.datasets = read_datasets(source, self.model.config.raw)
         if saved is not None:
-            self._datasets = with_adapters(self._datasets, adapter_home(saved))
+            self.datasets = with_adapters(self.datasets, adapter_home(saved))
         self.statistics = (
             identity(spec.action_dim, self.shown.proprio_dim)
-            if options.unnorm_key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets
-            else choose_statistics(source, self._datasets, options.unnorm_key, options.bounds)
+            if options.unnorm_key == DEMONSTRATIONS and DEMONSTRATIONS not in self.datasets
+            else choose_statistics(source, self.datasets, options.unnorm_key, options.bounds)
         )
         self.preprocessing = read_preprocessing(
             source, environment_jpeg=options.environment_jpeg, environment_resize=options.environment_resize,
@@ -199,7 +157,7 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         # Where the checkpoint has them, it has learned in them.
-        if self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets:
+        if self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self.datasets:
             said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
             state = None if proprio is None else self.transforms.state(proprio)
             self.statistics.adopt(said, state, gripper=self.transforms.has(Gripper))
@@ -222,7 +180,7 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     @property
     def normalised_by(self) -> str:
-        own = self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self._datasets
+        own = self.statistics.key == DEMONSTRATIONS and DEMONSTRATIONS not in self.datasets
         return "the rows learned from" if own else f"the checkpoint's own of {self.statistics.key!r}"
 
     @property
@@ -238,37 +196,6 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     def architecture(self) -> dict[str, Any]:
         return self.options.as_data()
-
-    def write_actor(self, folder: Path) -> bool:
-        """An adapter in PEFT's layout where one is trained, else the whole Hugging Face directory; the statistics."""
-        if self.adapted:
-            lora.save_adapter(self.model, folder)
-        else:
-            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
-                (folder / name).unlink(missing_ok=True)
-            save_model(self.model, folder)
-        write_statistics(folder, self._datasets, self.statistics)
-        return True
-
-    def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        if self.adapted:
-            tensors = lora.read_adapter(self.model, folder)
-            lora.check_scaling(self.model, folder)
-        else:
-            found = Shards.find(folder).read(self.model.checkpoint_state())
-            named = {name: to_checkpoint(name) for name in self.model.state_dict()}
-            tensors = {name: found[stored] for name, stored in named.items() if stored in found}
-        statistics = {f"statistics.{name}": tensor for name, tensor in read_state(folder, self.statistics).items()}
-        return {f"model.{name}": tensor for name, tensor in tensors.items()} | statistics
-
-    @classmethod
-    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
-        return {"weights": str(folder)}
-
-    def export(self, folder: str | Path) -> None:
-        """Write a Hugging Face directory with the adapter, if there is one, merged into the weights."""
-        save_model(self.model, folder, lora.merged_state(self.model))
-        write_statistics(Path(folder), self._datasets, self.statistics)
 
     def prepare(self, inputs: Inputs, tokens: int, features: Tensor | None = None) -> Tokens:
         """The embedded sequence before the actions, for which it leaves room in the context."""

@@ -8,32 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policies import lora
 from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, PolicyError, PolicySpec
 from policies.cuda_graphs import replayed, replaying
-from policies.denoising import PICKING, Denoising, Draws, Field, stacked
-from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, shown, write_tensors
+from policies.denoising import Denoising, Draws, Field, stacked
+from policies.files import CONFIG, shown
 from policies.layers import checked_noise, counted_mean, mlp, only_counted
 from policies.lora import AdaptedModel, AdaptedPolicy
 from policies.pi0.adapters import attach, attach_saved
 from policies.pi0.checkpoint import (
-    EXTRAS,
     Sources,
     check_numbers,
     find_sources,
-    is_adaptive,
-    is_random,
     load_network,
     ordered_cameras,
-    read_weights,
-    save_description,
-    save_directory,
 )
 from policies.pi0.config import with_horizon
 from policies.pi0.inputs import BLACK, OF_LEROBOT_04, Prompts, pixel_values
@@ -41,9 +33,7 @@ from policies.pi0.mixture import Cache
 from policies.pi0.network import Observation, Prefix
 from policies.pi0.normalisation import (
     DEMONSTRATIONS,
-    RobotUnits,
     StoredUnits,
-    dataset_of,
     demonstrated,
     first_of,
     identity,
@@ -52,8 +42,6 @@ from policies.pi0.normalisation import (
     openpi_statistics,
     read_lerobot,
     read_openpi,
-    write_lerobot,
-    write_openpi,
 )
 from policies.pi0.options import AUTO, Pi0Options
 from policies.pi0.processors import ACTION, PRE, STATE
@@ -139,75 +127,6 @@ class Pi0(AdaptedPolicy):
     """
 
     kind = "pi0"
-    options_type = Pi0Options
-    incidental: ClassVar[frozenset[str]] = frozenset(
-        {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
-         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
-         "spec.horizon"}
-    )  # fmt: skip
-    pretrained = predicts_more = True
-
-    @classmethod
-    def check_files(cls, architecture: Mapping[str, Any]) -> None:
-        Transforms(architecture.get("transforms", ()))
-        find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
-
-    @classmethod
-    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
-        source = find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
-        if is_random(source.weights):
-            return ()
-        adaptive = is_adaptive(source.weights)
-        learned = architecture.get("asset") == DEMONSTRATIONS
-        transforms = Transforms(architecture.get("transforms", ()))
-        found = []
-        if source.layout == "openpi" and not learned:
-            path, statistics = openpi_statistics(source.described, architecture.get("asset", ""))
-            if architecture.get("normalisation", AUTO) == AUTO and len(normalisations(statistics)) > 1:
-                taken, other = openpi_default(adaptive), openpi_default(not adaptive)
-                found.append(
-                    f"{path} has statistics for z-scores and for quantiles, and no file says which the training used: "
-                    f"{taken} is taken, openpi's default for {'pi0.5' if adaptive else 'pi0'}; "
-                    f"policy.options.normalisation: {other} is the other"
-                )
-            if not any(isinstance(entry, Differences) for entry in transforms.entries):
-                found.append(
-                    f"no file of {source.weights} says whether its actions are differences to the state: they are "
-                    "taken as they are. openpi's pi0_libero, and its configurations of ALOHA, say differences: set "
-                    "policy.options.transforms to [{kind: delta_actions, dims: 6}] for them"
-                )
-        unmatched = () if source.processors is None else source.processors.unmatched_joints
-        if unmatched:
-            found.append(
-                f"{source.described}: the step of relative actions excludes {', '.join(unmatched)}, "
-                "which is in none of its action_names: these numbers are taken as relative too, as LeRobot does. Name "
-                "the actions in both processors' files if the policy was trained otherwise"
-            )
-        newer = source.config.keys() & {"use_relative_actions", "pretrained_revision"}
-        if source.layout == "lerobot" and not newer and not architecture.get("prompt"):
-            found.append(
-                f"{source.described / CONFIG} does not say which LeRobot trained it, and 0.5 or later is taken. 0.4 "
-                "had other sides of pictures that are not square, and filled up the state in prompts of pi0.5: set "
-                "policy.options.prompt to lerobot-0.4 for it"
-            )
-        return found
-
-    @classmethod
-    def reads(cls, config: Mapping[str, Any]) -> bool:
-        return config.get("type") in ("pi0", "pi05") or ("type" not in config and "action_horizon" in config)
-
-    @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        return Transforms(architecture.get("transforms", ())).conventions()
-
-    @classmethod
-    def statistics_name(cls, architecture: Mapping[str, Any]) -> str | None:
-        name = architecture.get("asset") or dataset_of(Path(architecture.get("checkpoint", "")))
-        return None if name == DEMONSTRATIONS else name
-
-    @classmethod
-    def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
-        return architecture.get("scored", "one") in PICKING
 
     def __init__(self, spec: PolicySpec, options: Pi0Options) -> None:
         """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
@@ -368,55 +287,6 @@ class Pi0(AdaptedPolicy):
         belong to two passes, and a pair would stay gathered from one to the other."""
         halves = [half for layer in self.network.mixture.layers for half in layer.halves]
         return [*([block] for block in self.network.vision.encoder.layers), [self.network.embedding], *halves]
-
-    # --- files
-
-    def export(self, folder: Path) -> None:
-        """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
-        its statistics or those of the demonstrations."""
-        folder = Path(folder)
-        save_directory(self.network, self.source, folder, self.config, ours=False)
-        if self.options.asset == DEMONSTRATIONS:
-            # Readers of the files want statistics of a state, also where the policy reads none.
-            state = self.units.state if self.spec.proprio_dim else identity(self.sizes.action_dim, 0).state
-            (write_lerobot if self.layout == "lerobot" else write_openpi)(folder, RobotUnits(state, self.units.action))
-
-    def write_actor(self, folder: Path) -> bool:
-        """Write a directory as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
-        if self.adapted:
-            (folder / SINGLE).unlink(missing_ok=True)
-            if self.source.described == self.source.adapter:  # it is not the base that says what the numbers are
-                save_description(self.source, folder, self.config, ours=True)
-            lora.save_adapter(self.network, folder)
-        else:
-            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
-                (folder / name).unlink(missing_ok=True)
-            save_directory(self.network, self.source, folder, self.config, ours=True)
-        write_tensors(folder / EXTRAS, self._extras())
-        return True
-
-    def read_actor(self, folder: Path) -> dict[str, Tensor]:
-        network = self.network
-        if self.adapted:
-            weights = lora.read_adapter(network, folder)
-            lora.check_scaling(network, folder)
-        else:
-            weights = read_weights(folder, network)
-        extras, expected = read_tensors(folder / EXTRAS), self._extras()
-        # How steps are drawn may differ, and with it whether a network for that was learned.
-        if any(name.startswith("noise_net.") for name in extras) != (self.noise_net is not None):
-            extras, expected = ({n: t for n, t in of.items() if n.startswith("units.")} for of in (extras, expected))
-        check_tensors(folder / EXTRAS, extras, expected)
-        return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
-
-    def _extras(self) -> dict[str, Tensor]:
-        """Tensors that no community's layout has a place for, by the policy's names."""
-        parts = {"units": self.units, "noise_net": self.noise_net}
-        return {f"{n}.{k}": t for n, part in parts.items() if part is not None for k, t in part.state_dict().items()}
-
-    @classmethod
-    def restore_arguments(cls, folder: Path) -> dict[str, Any]:
-        return {"weights": str(folder)}
 
     # --- what the network reads
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.errors import shown
+from policies.policy_kind import PolicyFormat, PolicyKind
 from policies.remote.connections import Connections, check_address, metadata_of, question_of
 from policies.remote.keys import CAMERA, keys_of
 from policies.resampling import fit_square
@@ -68,11 +69,6 @@ class Remote(Policy):
     """Asks a server for every decision. It has no weights here: log-probs and values are zero, nothing is trained."""
 
     kind = "remote"
-    trainable = False
-    pretrained = True
-    waits = True
-    options_type = RemoteOptions
-    incidental = frozenset({"address", "connections", "timeout_s", "first_timeout_s"})
 
     def __init__(self, spec: PolicySpec, options: RemoteOptions) -> None:
         """Asks for one decision about a black picture. A server that cannot give one, or gives another shape, is so
@@ -102,39 +98,6 @@ class Remote(Policy):
                     f"sent as {self._keys[name]!r}: name env.cameras in the order of the served policy, or set "
                     f"policy.options.keys to {{{name}: {key}}}"
                 )
-
-    @classmethod
-    def check_files(cls, architecture: Mapping[str, Any]) -> None:
-        """A server is there, and sends metadata."""
-        options = RemoteOptions(**architecture)
-        check_address(options.address)
-        _extension(metadata_of(options.address, options.timeout_s))
-
-    @classmethod
-    def served_by(cls, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
-        options = RemoteOptions(**architecture)
-        return _as_json(metadata_of(options.address, options.timeout_s))
-
-    @classmethod
-    def converts(cls, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        """What a server of this project says of the environments that its policy was trained in."""
-        options = RemoteOptions(**architecture)
-        ours = _extension(metadata_of(options.address, options.timeout_s))
-        conventions = None if ours is None else ours.get("conventions")
-        said = conventions if isinstance(conventions, Mapping) else {}
-        by = f"address is of a policy served by {EXTENSION}"
-        return {setting: (by, str(said[setting])) for setting in CONVENTIONS if setting in said}
-
-    @classmethod
-    def assumed(cls, architecture: Mapping[str, Any]) -> Sequence[str]:
-        options = RemoteOptions(**architecture)
-        if _extension(metadata_of(options.address, options.timeout_s)) is not None:
-            return ()
-        return (
-            f"the server at {options.address} draws its own noise, or none: eval.greedy does not reach it, and another "
-            "evaluation may decide otherwise. It does not say under which env.orientation, env.gripper and "
-            "env.control_mode its policy was trained: those of the environments are taken",
-        )
 
     @torch.no_grad()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
@@ -195,6 +158,50 @@ class Remote(Policy):
                 f"that is executed before the next decision, is {spec.chunk}: set policy.chunk to at most {horizon}"
             )
         return torch.from_numpy(np.ascontiguousarray(actions[..., : spec.chunk, :]))
+
+
+class PolicyServer(PolicyFormat):
+    """What a server's metadata say: a policy that has no files."""
+
+    def check_files(self, architecture: Mapping[str, Any]) -> None:
+        """A server is there, and sends metadata."""
+        options = RemoteOptions(**architecture)
+        check_address(options.address)
+        _extension(metadata_of(options.address, options.timeout_s))
+
+    def served_by(self, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
+        options = RemoteOptions(**architecture)
+        return _as_json(metadata_of(options.address, options.timeout_s))
+
+    def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        """What a server of this project says of the environments that its policy was trained in."""
+        options = RemoteOptions(**architecture)
+        ours = _extension(metadata_of(options.address, options.timeout_s))
+        conventions = None if ours is None else ours.get("conventions")
+        said = conventions if isinstance(conventions, Mapping) else {}
+        by = f"address is of a policy served by {EXTENSION}"
+        return {setting: (by, str(said[setting])) for setting in CONVENTIONS if setting in said}
+
+    def assumed(self, architecture: Mapping[str, Any]) -> Sequence[str]:
+        options = RemoteOptions(**architecture)
+        if _extension(metadata_of(options.address, options.timeout_s)) is not None:
+            return ()
+        return (
+            f"the server at {options.address} draws its own noise, or none: eval.greedy does not reach it, and another "
+            "evaluation may decide otherwise. It does not say under which env.orientation, env.gripper and "
+            "env.control_mode its policy was trained: those of the environments are taken",
+        )
+
+
+REMOTE = PolicyKind(
+    Remote,
+    options=RemoteOptions,
+    format=PolicyServer(),
+    incidental=frozenset({"address", "connections", "timeout_s", "first_timeout_s"}),
+    trainable=False,
+    pretrained=True,
+    waits=True,
+)
 
 
 def _rows(inputs: Inputs) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.language.prompts import Prompts
+from policies.policy_kind import PolicyKind
 
 PROBLEM = re.compile(r"Make (?P<target>[0-9]+) from (?P<numbers>[0-9, ]+)\.", re.ASCII)
 MOST_MADE = 400
@@ -35,8 +36,6 @@ class CountdownSolver(Policy):
     """
 
     kind = "countdown_solver"
-    chooses = True
-    trainable = False
 
     def __init__(self, spec: PolicySpec, *, tokenizer: str = "", worked: float = 0.0) -> None:
         """Raises `PolicyError` where `tokenizer` is no directory with a tokenizer, or `worked` is no share."""
@@ -172,3 +171,6 @@ def _joined(one: tuple[str, Fraction], two: tuple[str, Fraction]) -> Iterator[tu
 def _plain(text: str) -> str:
     """The expression without the brackets around all of it."""
     return text[1:-1] if text.startswith("(") else text
+
+
+COUNTDOWN_SOLVER = PolicyKind(CountdownSolver, trainable=False, chooses=True)

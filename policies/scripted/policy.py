@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.policy_kind import PolicyKind
 from policies.scripted import libero, tabletop, two_cubes
 from policies.small.encoders import vector
 
@@ -27,7 +28,6 @@ class Scripted(Policy):
     """
 
     kind = "scripted"
-    trainable = False
 
     def __init__(self, spec: PolicySpec) -> None:
         """Raises `PolicyError` where the spec is that of no task with a script, or not of chunks of one action."""
@@ -68,3 +68,6 @@ class Scripted(Policy):
 
     def architecture(self) -> dict[str, Any]:
         return {}
+
+
+SCRIPTED = PolicyKind(Scripted, trainable=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from policies.action_range import ActionRange
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.layers import checked_noise
+from policies.policy_kind import PolicyKind
 
 
 class RandomActions(Policy):
@@ -20,8 +21,6 @@ class RandomActions(Policy):
     are zero. `trace["action"]` and densities are of the numbers from -1 to 1 that are drawn."""
 
     kind = "random"
-    scales_to_bounds = True
-    trainable = False
 
     def __init__(self, spec: PolicySpec) -> None:
         super().__init__()
@@ -62,3 +61,6 @@ def _rows(inputs: Inputs) -> int:
         if seen is not None:
             return len(seen)
     return len(inputs.instruction)
+
+
+RANDOM = PolicyKind(RandomActions, trainable=False, scales_to_bounds=True)

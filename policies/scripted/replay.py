@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.files import read_tensors
+from policies.policy_kind import PolicyFormat, PolicyKind
 
 FORMAT = {"actions": (3, torch.float32), "lengths": (1, torch.int64), "episodes": (2, torch.int64)}
 """Dimensions and dtype of a recording's tensors."""
@@ -46,7 +47,6 @@ class Replay(Policy):
     """
 
     kind = "replay"
-    trainable = False
 
     def __init__(self, spec: PolicySpec, *, recording: str = "") -> None:
         """`recording` is the file's path. Raises `PolicyError` if it is damaged, or of another action size."""
@@ -65,12 +65,6 @@ class Replay(Policy):
                 "it was recorded in another task or control mode"
             )
         self._rows = {(int(seed), int(initial)): row for row, (seed, initial) in enumerate(tensors["episodes"])}
-
-    @classmethod
-    def check_files(cls, architecture: Mapping[str, Any]) -> None:
-        path = Path(str(architecture.get("recording", "")))
-        if not path.is_file():
-            raise PolicyError(f"no recording here: set policy.options.recording to a file, got {str(path)!r}")
 
     @torch.no_grad()
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
@@ -108,6 +102,18 @@ class Replay(Policy):
         due = self.actions[row, step : min(step + self.spec.chunk, length)]
         chunk[: len(due)] = due
         return chunk
+
+
+class Recording(PolicyFormat):
+    """The path of a recording, which the policy is all of."""
+
+    def check_files(self, architecture: Mapping[str, Any]) -> None:
+        path = Path(str(architecture.get("recording", "")))
+        if not path.is_file():
+            raise PolicyError(f"no recording here: set policy.options.recording to a file, got {str(path)!r}")
+
+
+REPLAY = PolicyKind(Replay, format=Recording(), trainable=False)
 
 
 def _episode(inputs: Inputs) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributions import Categorical
 
 from policies.contract import Action, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted
+from policies.policy_kind import PolicyKind
 from policies.small.encoders import CHANNELS, ENCODERS, CnnEncoder, Normalizer, vector
 
 
@@ -26,7 +27,6 @@ class CategoricalMLP(Policy):
     """
 
     kind = "categorical_mlp"
-    chooses = True
 
     def __init__(
         self,
@@ -123,3 +123,6 @@ class CategoricalMLP(Policy):
         """[B, C] choices among N."""
         logits = self.actor(seen).view(-1, self.spec.chunk, self.spec.discrete_actions)
         return Categorical(logits=logits, validate_args=False)  # validation reads numbers on the host
+
+
+CATEGORICAL_MLP = PolicyKind(CategoricalMLP, chooses=True)

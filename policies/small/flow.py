@@ -15,6 +15,7 @@ from policies.action_range import ActionRange
 from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted, orthogonal, time_embedding
+from policies.policy_kind import PolicyFormat, PolicyKind
 from policies.small.encoders import CHANNELS, ENCODERS, Encoder, Normalizer, vector
 
 TIME_DIM = 32
@@ -122,8 +123,6 @@ class FlowPolicy(Policy):
     """
 
     kind = "flow"
-    predicts_more = True
-    scales_to_bounds = True
 
     def __init__(
         self,
@@ -236,10 +235,6 @@ class FlowPolicy(Policy):
     def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
         return self.encoder.normalised_numbers(inputs)
 
-    @classmethod
-    def can_contrast(cls, architecture: Mapping[str, Any]) -> bool:
-        return not architecture.get("joint", False)
-
     def architecture(self) -> dict[str, Any]:
         return dict(self._architecture)
 
@@ -260,3 +255,13 @@ class FlowPolicy(Policy):
         if not self.critic_trains_encoder:
             features = features.detach()
         return self.value_head(features).squeeze(-1)
+
+
+class FlowFormat(PolicyFormat):
+    """This project's layout."""
+
+    def contrasts(self, architecture: Mapping[str, Any]) -> bool:
+        return not architecture.get("joint", False)
+
+
+FLOW = PolicyKind(FlowPolicy, format=FlowFormat(), predicts_more=True, scales_to_bounds=True)

@@ -19,6 +19,7 @@ from policies.layers import (
     mlp,
     only_counted,
 )
+from policies.policy_kind import PolicyKind
 from policies.small.encoders import Normalizer, vector
 
 
@@ -32,7 +33,6 @@ class GaussianMLP(Policy):
     """
 
     kind = "gaussian_mlp"
-    scales_to_bounds = True
 
     def __init__(
         self,
@@ -102,3 +102,6 @@ class GaussianMLP(Policy):
 
     def _mean(self, state: Tensor) -> Tensor:
         return self.actor(state).view(-1, self.spec.chunk, self.spec.action_dim)
+
+
+GAUSSIAN_MLP = PolicyKind(GaussianMLP, scales_to_bounds=True)

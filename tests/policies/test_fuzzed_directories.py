@@ -15,7 +15,7 @@ import policies
 from policies import Policy, PolicyError, PolicySpec
 from policies.pi0.checkpoint import check_numbers, find_sources, ordered_cameras
 from policies.pi0.normalisation import read_lerobot
-from policies.registry import check, policy_class
+from policies.registry import check, policy_kind
 from policies.scripted.replay import save_recording
 from tests.fuzzing.folders import Damaged
 from tests.fuzzing.law import few_or_many, holds
@@ -85,7 +85,7 @@ def test_damaged_processors(family: str, cases: range, tmp_path: Path) -> None:
     def read(path: Path) -> None:
         given = {"checkpoint": str(path), **seen}
         check("pi0", given)
-        policy_class("pi0").assumed(given)
+        policy_kind("pi0").format.assumed(given)
         source = find_sources(str(path))
         ordered_cameras(source, spec.cameras)
         check_numbers(source, spec.action_dim, spec.proprio_dim)

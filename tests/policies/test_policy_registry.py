@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import policies
 from policies import PolicyError, PolicySpec, kinds
 from policies.conformance.laws import perturb
-from policies.registry import policy_class
+from policies.registry import policy_kind
 
 SPEC = PolicySpec(action_dim=3, chunk=2, state_dim=5)
 SMALL = {"widths": [16, 16], "critic_widths": [8]}
@@ -254,4 +254,4 @@ def test_load_into_replaces_every_tensor(saved):
 
 
 def test_the_kinds_without_weights_are_those_that_cannot_be_trained():
-    assert {kind for kind in kinds.KINDS if not policy_class(kind).trainable} == kinds.WITHOUT_WEIGHTS
+    assert {kind for kind in kinds.KINDS if not policy_kind(kind).trainable} == kinds.WITHOUT_WEIGHTS

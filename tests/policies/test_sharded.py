@@ -115,7 +115,7 @@ def test_a_policy_acts_with_what_was_converted(left, bases, tmp_path) -> None:
     ):  # fmt: skip
         converted(left / base / "fsdp2", bases[base], tmp_path / base)
         policy = policies.build(kind, spec, seed=0, checkpoint=str(tmp_path / base), value_widths=[8], **options)
-        policy.export(tmp_path / f"{base}-again")
+        policies.export(policy, tmp_path / f"{base}-again")
         assert equal(tensors(tmp_path / f"{base}-again"), trained(bases[base]))
 
 

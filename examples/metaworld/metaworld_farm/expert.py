@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metaworld_farm.simulator import ALL_V3_ENVIRONMENTS, instruction_of
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.policy_kind import PolicyKind
 
 from metaworld.policies import ENV_POLICY_MAP  # isort: skip
 
@@ -19,8 +20,6 @@ from metaworld.policies import ENV_POLICY_MAP  # isort: skip
 class Expert(Policy):
     """Reads `state` and `instruction`, which names the script; chunks are of one action. The goal must be in the state:
     the scripts do not find one that is hidden. A row without instruction is an environment that rests."""
-
-    trainable = False
 
     def __init__(self, spec: PolicySpec) -> None:
         super().__init__()
@@ -58,3 +57,6 @@ class Expert(Policy):
         if instruction not in self._scripts:
             raise PolicyError(f"Meta-World has no expert for {instruction!r}; it has {', '.join(self._scripts)}")
         return self._scripts[instruction]
+
+
+EXPERT = PolicyKind(Expert, trainable=False)

@@ -22,7 +22,7 @@ from embodied.evaluation.protocol import expand
 from embodied.reporting.metrics import read
 from embodied.workflows.recipes import recipe_of
 from policies.contract import PolicyError, PolicySpec
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.catalogue import check_task
 from sim_farm.conformance.physics_laws import physics_is_a_function_of_seed_and_actions
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
@@ -174,7 +174,7 @@ def test_an_entry_point_that_cannot_be_used_names_its_package_and_the_cause(fold
     with pytest.raises(FarmError, match=r"stranger 1\.2 and .*other 1\.2 both offer 'twice'|other .* and .*stranger"):
         check_task("twice/reach")
     with pytest.raises(PolicyError, match="the entry point 'deaf' is no policy: it lacks the methods evaluate, val"):
-        policy_class("deaf")
+        policy_kind("deaf")
     with pytest.raises(UserError, match="list is a function, not an embodied.workflows.Recipe"):
         recipe_of(parse_config({"workflow": "list"}, "test"))
 
@@ -186,7 +186,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_entry_point(folder: Path) -
     with pytest.raises(FarmError, match="unknown simulator 'mujocosin'; did you mean mujocosim"):
         check_task("mujocosin/reach")
     with pytest.raises(PolicyError, match="unknown policy 'linaer'; did you mean linear"):
-        policy_class("linaer")
+        policy_kind("linaer")
     with pytest.raises(UserError, match="no workflow 'halfed'; did you mean halved"):
         recipe_of(parse_config({"workflow": "halfed"}, "test"))
 

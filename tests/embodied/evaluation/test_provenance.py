@@ -22,7 +22,7 @@ from embodied.evaluation.protocol import protocol_of
 from embodied.evaluation.provenance import digest_of, lineage, recorded_starts, statistics_note, trained_sentence
 from embodied.reporting.report import write_report
 from embodied.run.saved_settings import settings_of
-from policies.registry import policy_class
+from policies.registry import policy_kind
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import start_seed
 from tests.embodied.support import evaluations
@@ -224,7 +224,7 @@ def test_statistics_of_another_suite_are_reported(name: str, suite: str, foreign
 
 def test_policies_name_their_statistics(tmp_path: Path) -> None:
     def of(kind: str, **architecture: Any) -> str | None:
-        return policy_class(kind).statistics_name(architecture)
+        return policy_kind(kind).format.statistics_name(architecture)
 
     assert of("openvla_oft", unnorm_key="libero_spatial_no_noops", checkpoint="x") == "libero_spatial_no_noops"
     assert of("openvla", unnorm_key="demonstrations", checkpoint="x") is None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import policies
 from policies import Inputs, PolicyError
 from policies.language.comparison import check_alike
 from policies.language.generation_settings import GenerationSettings
@@ -72,7 +73,7 @@ def test_log_probs_are_those_of_transformers(name: str, folders: dict[str, Path]
     inputs = Inputs(instruction=ASKED)
     action = policy.act(inputs, noise(3))
     scored = policy.evaluate(inputs, action.trace).log_prob[..., 0]
-    policy.export(tmp_path)
+    policies.export(policy, tmp_path)
     for row, said in enumerate(answers(policy, action)):
         for folder in (folders[name], tmp_path):
             wanted = own_log_probs(folder, policy.prompts.tokens(ASKED[row]), said)
@@ -89,7 +90,7 @@ def test_a_new_adapter_hangs_on_every_linear_layer_and_is_merged(name: str, fold
     with torch.no_grad():
         for parameter in policy.actor_parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    policy.export(tmp_path)
+    policies.export(policy, tmp_path)
     action = policy.act(Inputs(instruction=ASKED[:1]), noise(1))
     (said,) = answers(policy, action)
     wanted = own_log_probs(tmp_path, policy.prompts.tokens(ASKED[0]), said)
@@ -116,7 +117,7 @@ def test_frequencies_keep_their_precision_where_weights_are_bfloat16(tmp_path: P
 def test_an_export_has_the_precision_that_was_trained(folders: dict[str, Path], tmp_path: Path):
     source = shutil.copytree(folders["llama"], tmp_path / "source")
     edited(source, dtype="bfloat16")
-    policy_of(source).export(tmp_path / "export")
+    policies.export(policy_of(source), tmp_path / "export")
     model = transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert model.dtype == torch.float32
 

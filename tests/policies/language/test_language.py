@@ -86,7 +86,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(policy, tmp_path: Path):
     import_torchvision()
     from transformers import AutoModelForCausalLM
 
-    policy.export(tmp_path)
+    policies.export(policy, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     said = policy.act(inputs(), None).trace["tokens"]
     spare = list(range(policy.prompts.size, policy.model.vocabulary))  # rows of the head that no tokenizer knows
@@ -198,7 +198,7 @@ def test_a_policy_with_a_value_for_each_token_begins_with_one_that_has_one_value
 def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path):
     folder = written(tmp_path / "base")
     first = policies.build("language", SPEC, 0, checkpoint=str(folder))
-    first.export(tmp_path / "whole")  # of which the weights are in a file, as an adapter's base has them
+    policies.export(first, tmp_path / "whole")  # of which the weights are in a file, as an adapter's base has them
     policy: Any = policies.build("language", SPEC, 0, checkpoint=str(tmp_path / "whole"), lora_rank=4)
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert names and all("lora_" in name or name.startswith("value_head") for name in names)
@@ -208,7 +208,7 @@ def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path):
     policies.save(policy, tmp_path / "saved")
     one, two = policy.act(inputs(), noise()), policies.load(tmp_path / "saved").act(inputs(), noise())
     assert torch.equal(one.chunk, two.chunk)
-    policy.export(tmp_path / "merged")
+    policies.export(policy, tmp_path / "merged")
     merged = policies.build("language", SPEC, 0, checkpoint=str(tmp_path / "merged"))
     assert torch.allclose(merged.act(inputs(), noise()).log_prob, one.log_prob, atol=1e-4)
 

@@ -94,7 +94,7 @@ def plain(checkpoint: Path) -> Any:
 
 def test_merged_by_peft_and_merged_here_are_equal(base, made, tmp_path):
     policy = adapted(base, made / "adapter")
-    policy.export(tmp_path / "out")
+    policies.export(policy, tmp_path / "out")
     ours, theirs, before = (stored(folder) for folder in (tmp_path / "out", made / "merged", base))
     changed = {name for name, tensor in ours.items() if not torch.equal(tensor, before[name])}
     tensors = load_file(made / "adapter" / ADAPTER)
@@ -107,7 +107,7 @@ def test_merged_by_peft_and_merged_here_are_equal(base, made, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_merging_changes_the_adapted_matrices_alone(base, made, tmp_path, dtype):
-    adapted(base, made / "adapter", dtype=dtype).export(tmp_path / "out")
+    policies.export(adapted(base, made / "adapter", dtype=dtype), tmp_path / "out")
     kind = getattr(torch, dtype)
     tensors = load_file(made / "adapter" / ADAPTER)
     for name, tensor in stored(tmp_path / "out").items():
@@ -185,7 +185,7 @@ def test_an_adapter_that_was_merged_already_is_refused(made, adapter, tmp_path, 
 def test_our_own_adapter_on_its_own_export(base, made, tmp_path):
     policy = adapted(base, made / "adapter")
     policies.save(policy, tmp_path / "run")
-    policy.export(tmp_path / "out")
+    policies.export(policy, tmp_path / "out")
     with pytest.raises(PolicyError, match="was merged into the weights of .*out already"):
         adapted(tmp_path / "out", tmp_path / "run/policy")
 

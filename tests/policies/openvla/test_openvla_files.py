@@ -141,7 +141,7 @@ def test_regression_policy_is_saved_with_its_side_files(tmp_path):
     policies.save(policy, tmp_path)
     names = {path.name for path in (OFT / "checkpoint").glob("*.pt")}
     assert {path.name for path in (tmp_path / "policy").glob("*--*")} == {f"{name[:-3]}.safetensors" for name in names}
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     assert {path.name for path in (tmp_path / "exported").glob("*--*")} == names
     inputs = random_inputs(spec, 2, seed=1)
     assert error(policies.load(tmp_path).act(inputs, None).chunk, policy.act(inputs, None).chunk) == 0

@@ -153,7 +153,7 @@ def test_an_adapter_on_the_head_counts(tiny, saved, tmp_path):
         tensors[name] = torch.randn(shape, generator=g)
     save_file(tensors, saved / ADAPTER)
     policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved))
-    policy.export(tmp_path / "merged")
+    policies.export(policy, tmp_path / "merged")
     merged = policies.build("openvla", ONE_ACTION, 0, checkpoint=str(tmp_path / "merged"))
     inputs = random_inputs(ONE_ACTION, 3, seed=1)
     assert error(merged.act(inputs, None).log_prob, policy.act(inputs, None).log_prob) <= 1e-4
@@ -163,7 +163,7 @@ def test_an_adapter_on_the_head_counts(tiny, saved, tmp_path):
 @pytest.mark.parametrize(("kind", "spec"), [("openvla", ONE_ACTION), ("openvla_oft", CHUNK)])
 def test_merged_export_is_a_whole_checkpoint(tiny, tmp_path, kind, spec):
     policy = make(kind, spec, tiny, lora_rank=3, lora_parts=PARTS)
-    policy.export(tmp_path / "merged")
+    policies.export(policy, tmp_path / "merged")
     merged: Any = policies.build(kind, spec, 0, checkpoint=str(tmp_path / "merged"))
     inputs = random_inputs(spec, 3, seed=1)
     assert error(merged.act(inputs, None).log_prob, policy.act(inputs, None).log_prob) <= 1e-5
@@ -177,7 +177,7 @@ def test_merged_export_is_a_whole_checkpoint(tiny, tmp_path, kind, spec):
 
 def test_export_in_bfloat16_rounds_once(tiny, tmp_path):
     policy = tuned(tiny, dtype="bfloat16")
-    policy.export(tmp_path)
+    policies.export(policy, tmp_path)
     name = "projector.fc1"
     layer = policy.model.get_submodule(name)
     delta = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * (5.0 / 3)

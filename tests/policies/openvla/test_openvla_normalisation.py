@@ -68,7 +68,7 @@ def test_the_checkpoints_own_units_stay(tiny):
 def test_a_checkpoint_without_statistics_can_learn_demonstrations(tmp_path):
     folder = write_tiny(tmp_path / "none", datasets=())
     policy = tuned(folder)
-    policy.export(tmp_path / "out")
+    policies.export(policy, tmp_path / "out")
     assert json.loads((tmp_path / "out" / STATISTICS).read_text()).keys() == {DEMONSTRATIONS}
     with pytest.raises(PolicyError, match="no statistics in"):
         make("openvla", ONE_ACTION, folder)
@@ -121,7 +121,7 @@ def test_an_exported_checkpoint_says_what_its_units_are(tmp_path, way):
     """Beside those of the checkpoint's own datasets, in both places in which the reference looks."""
     origin = write_tiny(tmp_path / "origin", datasets=("libero_spatial", "bridge"))
     policy = tuned(origin, **WAYS[way])
-    policy.export(tmp_path / "out")
+    policies.export(policy, tmp_path / "out")
     written = json.loads((tmp_path / "out" / STATISTICS).read_text())
     before = json.loads((origin / "config.json").read_text())["norm_stats"]
     assert written.keys() == {"libero_spatial", "bridge", DEMONSTRATIONS}
@@ -152,7 +152,7 @@ def test_proprioception_has_units_too(tmp_path):
     assert policy.statistics.proprio_high.tolist() == high.tolist()
     policies.save(policy, tmp_path / "run")
     assert same(policy, policies.load(tmp_path / "run"))
-    policy.export(tmp_path / "out")
+    policies.export(policy, tmp_path / "out")
     entry = json.loads((tmp_path / "out" / STATISTICS).read_text())[DEMONSTRATIONS]["proprio"]
     assert entry == {"q01": low.tolist(), "q99": high.tolist()}
 

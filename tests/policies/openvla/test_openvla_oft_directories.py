@@ -114,7 +114,7 @@ def test_saved_as_safetensors_and_exported_as_published(directory, tmp_path):
     other = oft(directory, **USED)
     policies.load_into(other, tmp_path / "run")
     assert error(other.act(inputs, None).chunk, chunk) == 0
-    loaded.export(tmp_path / "exported")
+    policies.export(loaded, tmp_path / "exported")
     assert {path.name for path in (tmp_path / "exported").glob("*--*")} == NAMES
     for name in ("action_head", "proprio_projector", "vision_backbone"):
         before, after = (side(where, name) for where in (directory, tmp_path / "exported"))
@@ -137,7 +137,7 @@ def test_a_new_adapter_on_towers_that_the_instruction_modulates(directory, tmp_p
     assert not any(".block." in name for name in names)
     assert not (tmp_path / "run/policy" / f"vision_backbone--{STEP}_checkpoint.safetensors").exists()
     assert error(policies.load(tmp_path / "run").act(inputs, None).chunk, chunk) == 0
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     assert error(oft(tmp_path / "exported", **USED).act(inputs, None).chunk, chunk) <= 1e-5
     features = policy.precompute(inputs)
     assert bool(features) == ("vision" not in parts)
@@ -227,7 +227,7 @@ def test_the_latest_step(folder):
     for name in NAMES:
         (folder / name).rename(folder / name.replace(STEP, "latest"))
     inputs = random_inputs(SPEC, 2, seed=1)
-    oft(folder, **USED).export(folder.parent / "out")
+    policies.export(oft(folder, **USED), folder.parent / "out")
     again = oft(folder.parent / "out", **USED)
     assert error(again.act(inputs, None).chunk, oft(folder, **USED).act(inputs, None).chunk) == 0
     assert (folder.parent / "out/vision_backbone--latest_checkpoint.pt").exists()

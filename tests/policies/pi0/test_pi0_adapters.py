@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import policies
 from policies import PolicyError, load, load_into, save
 from policies.conformance import laws
 from policies.torchvision_operators import import_torchvision
@@ -118,7 +119,7 @@ def test_what_peft_saves_counts_as_peft_counts_it(family: str, layout: str, coun
     assert (policy.act(inputs, None).chunk - expected).abs().max() < 1e-4
     assert (expected - made(family, checkpoint=str(base)).act(inputs, None).chunk).abs().max() > 1e-3
     assert policy.adapted and all("lora_" in n for n, p in policy.network.named_parameters() if p.requires_grad)
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     found, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", merged))
     first = load_file(base / "model.safetensors")
     adapted = {n for n, t in wanted.items() if not torch.equal(t, first[n])}
@@ -143,7 +144,7 @@ def test_lerobots_directory_of_an_adapter_brings_its_base_and_its_own_processors
     assert policy.architecture()["checkpoint"] == str(base.resolve())
     laws.perturb(policy, 0.02, seed=2)
     save(policy, tmp_path / "saved")
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     shutil.rmtree(adapter)
     copied = load(tmp_path / "saved")
     assert torch.equal(copied.act(inputs, None).chunk, policy.act(inputs, None).chunk)
@@ -163,7 +164,7 @@ def test_a_new_adapter_is_one_of_lerobots_network(family: str, tmp_path: Path) -
     policy = made(family, checkpoint=str(base), lora_rank=2, lora_parts=["vlm", "expert", "vision"])
     laws.perturb(policy, 0.05, seed=1)
     save(policy, tmp_path / "saved")
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     folder = str(tmp_path / "saved" / "policy")
     stand = PeftModel.from_pretrained(Stand(base), folder).merge_and_unload().state_dict()
     tensors = load_file(tmp_path / "exported" / "model.safetensors")

@@ -13,10 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import policies
 from policies import PolicyError, load, save
 from policies.conformance import laws
+from policies.pi0.kind import PI0
 from policies.pi0.normalisation import read_lerobot
-from policies.pi0.policy import Pi0
 from policies.pi0.processors import POST, PRE, Relative
 from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make, velocity
 
@@ -92,7 +93,7 @@ def test_actions_are_relative_to_the_state_but_for_excluded_joints(
 def test_excluded_joints_that_no_name_has_are_reported(folder: Path) -> None:
     """LeRobot takes their numbers as relative, without a word."""
     relative(folder, exclude_joints=["hand", "gripper"])
-    sentences = [text for text in Pi0.assumed({"checkpoint": str(folder)}) if "relative" in text]
+    sentences = [text for text in PI0.format.assumed({"checkpoint": str(folder)}) if "relative" in text]
     assert len(sentences) == 1 and "excludes hand, which is in none of its action_names" in sentences[0]
 
 
@@ -117,7 +118,7 @@ def test_what_is_saved_and_exported_keeps_the_steps(name: str, folder: Path, tmp
     step_of(folder, PRE, RELATIVE["registry_name"], lambda step: step.update(registry_name=name))
     policy, inputs = built(folder), inputs_of(SPEC, 2, seed=5)
     save(policy, tmp_path / "saved")
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     assert json.loads((tmp_path / "exported" / PRE).read_text()) == json.loads((folder / PRE).read_text())
     for again in (load(tmp_path / "saved"), built(tmp_path / "exported")):
         assert torch.equal(again.act(inputs, None).chunk, policy.act(inputs, None).chunk)
@@ -206,7 +207,7 @@ def test_a_base_checkpoint_without_statistics_learns_with_those_of_demonstration
         built(folder)
     policy, g = built(folder, asset="demonstrations"), torch.Generator().manual_seed(1)
     policy.adopt_units(3 + 2 * torch.randn(50, 7, generator=g), torch.randn(50, 7, generator=g))
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     again, inputs = built(tmp_path / "exported"), inputs_of(SPEC, 2, seed=1)
     assert (policy.act(inputs, None).chunk - again.act(inputs, None).chunk).abs().max() < 1e-5
 
@@ -521,9 +522,9 @@ def test_normalisation_is_an_option_of_the_training(family: str, tmp_path: Path)
         policy = make(family, checkpoint=str(folder), normalisation=option, state_in_prompt=family == "pi05")
         assert torch.allclose(policy.units.action.scale, scales[expected], rtol=0, atol=1e-12)
         assert policy.architecture()["normalisation"] == expected
-    (assumption,) = [s for s in Pi0.assumed({"checkpoint": str(folder)}) if "z-scores" in s]
+    (assumption,) = [s for s in PI0.format.assumed({"checkpoint": str(folder)}) if "z-scores" in s]
     assert f"{default} is taken" in assumption and f"policy.options.normalisation: {other}" in assumption
-    assert not any("z-scores" in s for s in Pi0.assumed({"checkpoint": str(folder), "normalisation": other}))
+    assert not any("z-scores" in s for s in PI0.format.assumed({"checkpoint": str(folder), "normalisation": other}))
 
 
 def test_normalisation_is_what_the_statistics_allow(tmp_path: Path) -> None:
@@ -531,7 +532,7 @@ def test_normalisation_is_what_the_statistics_allow(tmp_path: Path) -> None:
     edit(statistics(folder), lambda raw: [p.pop(n) for p in raw["norm_stats"].values() for n in ("q01", "q99")])
     options: Json = {"checkpoint": str(folder), "state_in_prompt": True}
     assert make("pi05", **options).architecture()["normalisation"] == "z-score"
-    assert not any("z-scores" in sentence for sentence in Pi0.assumed({"checkpoint": str(folder)}))
+    assert not any("z-scores" in sentence for sentence in PI0.format.assumed({"checkpoint": str(folder)}))
     with pytest.raises(PolicyError, match="has no q01 of numbers, which QUANTILES takes"):
         make("pi05", normalisation="quantile", **options)
     with pytest.raises(PolicyError, match="normalisation must be one of auto, z-score, quantile"):
@@ -540,16 +541,16 @@ def test_normalisation_is_what_the_statistics_allow(tmp_path: Path) -> None:
 
 def test_a_setting_is_required_where_no_file_says_if_actions_are_differences() -> None:
     openpi = {"checkpoint": str(GOLDEN / "pi0" / "checkpoint")}
-    assert any("differences to the state" in sentence for sentence in Pi0.assumed(openpi))
-    assert not any("differences" in sentence for sentence in Pi0.assumed({**openpi, "transforms": [DELTA]}))
+    assert any("differences to the state" in sentence for sentence in PI0.format.assumed(openpi))
+    assert not any("differences" in sentence for sentence in PI0.format.assumed({**openpi, "transforms": [DELTA]}))
 
 
 def test_a_setting_is_required_where_no_file_says_which_lerobot_trained(folder: Path) -> None:
-    (assumption,) = Pi0.assumed({"checkpoint": str(folder)})
+    (assumption,) = PI0.format.assumed({"checkpoint": str(folder)})
     assert "policy.options.prompt to lerobot-0.4" in assumption
-    assert not Pi0.assumed({"checkpoint": str(folder), "prompt": "lerobot-0.4"})
+    assert not PI0.format.assumed({"checkpoint": str(folder), "prompt": "lerobot-0.4"})
     edit(folder / "config.json", lambda c: c.update(use_relative_actions=False))  # an entry of 0.5.1 and later
-    assert not Pi0.assumed({"checkpoint": str(folder)}), "its processors say all"
+    assert not PI0.format.assumed({"checkpoint": str(folder)}), "its processors say all"
 
 
 def test_options_of_openpi_are_refused_where_processors_say_it(folder: Path) -> None:

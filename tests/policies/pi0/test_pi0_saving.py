@@ -63,11 +63,11 @@ def test_an_adapter_is_all_that_is_saved_and_is_merged_into_what_is_exported(
     assert modules and all(re.fullmatch(config["target_modules"], module) for module in modules)
     assert modules < {name.removesuffix(".weight") for name in base.network.checkpoint_state()}
     assert torch.equal(load(tmp_path / "saved").act(inputs, None).chunk, chunk)
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     merged = make(family, spec, **{**options, "checkpoint": str(tmp_path / "exported")})
     assert (merged.act(inputs, None).chunk - chunk).abs().max() < 1e-4
     laws.perturb(base, 0.05, seed=2)
-    base.export(tmp_path / "other")
+    policies.export(base, tmp_path / "other")
     with pytest.raises(PolicyError, match="an adapter of another base"):
         load_into(
             make(family, spec, lora_rank=2, lora_alpha=4.0, **{**options, "checkpoint": str(tmp_path / "other")}),
@@ -113,7 +113,7 @@ def test_units_of_demonstrations_are_exported(family: str, layout: str, tmp_path
     policy = make(family, spec, asset="demonstrations", **options)
     g = torch.Generator().manual_seed(1)
     policy.adopt_units(3 + 2 * torch.randn(500, 7, generator=g), torch.randn(500, 7, generator=g))
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     again = make(family, spec, **{**options, "checkpoint": str(tmp_path / "exported")})
     for name, tensor in policy.units.state_dict().items():
         torch.testing.assert_close(again.units.get_buffer(name), tensor, rtol=0, atol=1e-12)
@@ -142,7 +142,7 @@ def test_another_horizon_may_be_learned_with_the_same_weights(layout: str, horiz
     assert (losses[0] - losses[1]).abs().min() > 1e-3, "the last of the predicted actions is not learned"
     save(policy, tmp_path / "saved")
     again = load(tmp_path / "saved")
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     exported = make("pi0", replace(spec, horizon=0), **options | {"checkpoint": str(tmp_path / "exported")})
     for other in (again, exported):
         assert other.spec.predicted == horizon
@@ -177,7 +177,7 @@ def test_a_saved_policy_needs_nothing_of_what_it_began_with(family: str, layout:
         assert torch.equal(last.state_dict()[name], tensor), name
     inputs, noise = inputs_of(spec, 2, seed=1), laws.random_noise(policy, 2, 1)
     assert torch.equal(last.act(inputs, noise).chunk, policy.act(inputs, noise).chunk)
-    last.export(tmp_path / "exported")
+    policies.export(last, tmp_path / "exported")
     config, first = (
         json.loads((f / "config.json").read_text()) for f in (tmp_path / "exported", GOLDEN / family / layout)
     )
@@ -217,7 +217,7 @@ def test_units_of_demonstrations_replace_no_units(tmp_path: Path) -> None:
     options = {"checkpoint": str(tmp_path / "base"), "prompt": "openpi"}
     policy = make("pi05", NO_STATE, asset="demonstrations", **options)
     policy.adopt_units(3 + 2 * torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), None)
-    policy.export(tmp_path / "exported")
+    policies.export(policy, tmp_path / "exported")
     again = make("pi05", NO_STATE, **{**options, "checkpoint": str(tmp_path / "exported")})
     torch.testing.assert_close(again.units.action.scale, policy.units.action.scale, rtol=0, atol=1e-6)
 
@@ -237,7 +237,7 @@ def test_an_exported_policy_is_a_checkpoint_of_its_project(layout: str, tmp_path
     source = GOLDEN / "pi05" / layout
     policy = make("pi05", NO_STATE, checkpoint=str(source), prompt="openpi")
     laws.perturb(policy, 0.02, seed=3)
-    policy.export(tmp_path / "out")
+    policies.export(policy, tmp_path / "out")
     names = {path.relative_to(source) for path in source.rglob("*")}
     assert {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*")} == names
     again = load_network(tmp_path / "out")

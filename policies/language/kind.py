@@ -1,0 +1,81 @@
+"""The kind `language`: its options and files, and its policies on disk as transformers and PEFT write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from policies import lora
+from policies.files import ADAPTER_CONFIG, Shards
+from policies.language.lengths import check_prompts
+from policies.language.model import save_model
+from policies.language.policy import LanguageOptions, LanguagePolicy, check_files
+from policies.policy_kind import PolicyFormat, PolicyKind
+
+
+class LanguageFormat(PolicyFormat):
+    """A directory of a causal language model, or a PEFT adapter of one."""
+
+    def check_files(self, architecture: Mapping[str, Any]) -> None:
+        check_files(architecture)
+
+    def check_instructions(
+        self, architecture: Mapping[str, Any], instructions: Sequence[str], actions: int, source: str
+    ) -> None:
+        check_prompts(architecture, instructions, actions, source)
+
+    def slots(self, architecture: Mapping[str, Any]) -> int:
+        return int(architecture.get("rows", LanguageOptions.rows))
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
+
+    def write(self, policy: LanguagePolicy, folder: Path) -> None:
+        """A PEFT directory where an adapter is trained, else the whole model, with its tokenizer."""
+        if policy.adapted:
+            lora.save_adapter(policy.model, folder)
+        else:
+            (folder / ADAPTER_CONFIG).unlink(missing_ok=True)  # the folder would be taken for an adapter
+            save_model(policy.model, folder)
+
+    def read(self, policy: LanguagePolicy, folder: Path) -> dict[str, Tensor]:
+        if policy.adapted:
+            tensors = lora.read_adapter(policy.model, folder)
+            lora.check_scaling(policy.model, folder)
+            return {f"model.{name}": tensor for name, tensor in tensors.items()}
+        found = Shards.find(folder).read(policy.model.checkpoint_state())
+        return {f"model.network.{name}": tensor for name, tensor in found.items()}
+
+    def restore_arguments(self, folder: Path) -> dict[str, Any]:
+        return {"weights": str(folder)}
+
+    def export(self, policy: LanguagePolicy, folder: Path) -> None:
+        """Write a directory as transformers loads it, with the adapter, if there is one, merged into the weights."""
+        save_model(policy.model, folder, lora.merged_state(policy.model))
+
+
+LANGUAGE = PolicyKind(
+    LanguagePolicy,
+    LanguageOptions,
+    LanguageFormat(),
+    incidental=frozenset(
+        {
+            "checkpoint",
+            "adapter",
+            "temperature",
+            "top_p",
+            "rows",
+            "engine",
+            "engine_timeout_s",
+            "gradient_checkpointing",
+            "value_per_action",  # the head is the same
+            "spec.chunk",
+            "spec.horizon",
+        }
+    ),
+    pretrained=True,
+    chooses=True,
+)

@@ -1,0 +1,158 @@
+"""The kind `pi0`: its options and files, and its policies on disk in openpi's and LeRobot's layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from policies import lora
+from policies.denoising import PICKING
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, write_tensors
+from policies.pi0.checkpoint import (
+    EXTRAS,
+    find_sources,
+    is_adaptive,
+    is_random,
+    read_weights,
+    save_description,
+    save_directory,
+)
+from policies.pi0.normalisation import (
+    DEMONSTRATIONS,
+    RobotUnits,
+    dataset_of,
+    identity,
+    normalisations,
+    openpi_default,
+    openpi_statistics,
+    write_lerobot,
+    write_openpi,
+)
+from policies.pi0.options import AUTO, Pi0Options
+from policies.pi0.policy import Pi0
+from policies.policy_kind import PolicyFormat, PolicyKind
+from policies.transforms import Differences, Transforms
+
+
+class Pi0Format(PolicyFormat):
+    """The layout of the checkpoint's, openpi's or LeRobot's; an adapter alone in PEFT's; the units beside either."""
+
+    def check_files(self, architecture: Mapping[str, Any]) -> None:
+        Transforms(architecture.get("transforms", ()))
+        find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
+
+    def assumed(self, architecture: Mapping[str, Any]) -> Sequence[str]:
+        source = find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
+        if is_random(source.weights):
+            return ()
+        adaptive = is_adaptive(source.weights)
+        learned = architecture.get("asset") == DEMONSTRATIONS
+        transforms = Transforms(architecture.get("transforms", ()))
+        found = []
+        if source.layout == "openpi" and not learned:
+            path, statistics = openpi_statistics(source.described, architecture.get("asset", ""))
+            if architecture.get("normalisation", AUTO) == AUTO and len(normalisations(statistics)) > 1:
+                taken, other = openpi_default(adaptive), openpi_default(not adaptive)
+                found.append(
+                    f"{path} has statistics for z-scores and for quantiles, and no file says which the training used: "
+                    f"{taken} is taken, openpi's default for {'pi0.5' if adaptive else 'pi0'}; "
+                    f"policy.options.normalisation: {other} is the other"
+                )
+            if not any(isinstance(entry, Differences) for entry in transforms.entries):
+                found.append(
+                    f"no file of {source.weights} says whether its actions are differences to the state: they are "
+                    "taken as they are. openpi's pi0_libero, and its configurations of ALOHA, say differences: set "
+                    "policy.options.transforms to [{kind: delta_actions, dims: 6}] for them"
+                )
+        unmatched = () if source.processors is None else source.processors.unmatched_joints
+        if unmatched:
+            found.append(
+                f"{source.described}: the step of relative actions excludes {', '.join(unmatched)}, "
+                "which is in none of its action_names: these numbers are taken as relative too, as LeRobot does. Name "
+                "the actions in both processors' files if the policy was trained otherwise"
+            )
+        newer = source.config.keys() & {"use_relative_actions", "pretrained_revision"}
+        if source.layout == "lerobot" and not newer and not architecture.get("prompt"):
+            found.append(
+                f"{source.described / CONFIG} does not say which LeRobot trained it, and 0.5 or later is taken. 0.4 "
+                "had other sides of pictures that are not square, and filled up the state in prompts of pi0.5: set "
+                "policy.options.prompt to lerobot-0.4 for it"
+            )
+        return found
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("type") in ("pi0", "pi05") or ("type" not in config and "action_horizon" in config)
+
+    def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+        return Transforms(architecture.get("transforms", ())).conventions()
+
+    def statistics_name(self, architecture: Mapping[str, Any]) -> str | None:
+        name = architecture.get("asset") or dataset_of(Path(architecture.get("checkpoint", "")))
+        return None if name == DEMONSTRATIONS else name
+
+    def contrasts(self, architecture: Mapping[str, Any]) -> bool:
+        return architecture.get("scored", "one") in PICKING
+
+    def export(self, policy: Pi0, folder: Path) -> None:
+        """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
+        its statistics or those of the demonstrations."""
+        save_directory(policy.network, policy.source, folder, policy.config, ours=False)
+        if policy.options.asset == DEMONSTRATIONS:
+            # Readers of the files want statistics of a state, also where the policy reads none.
+            state = policy.units.state if policy.spec.proprio_dim else identity(policy.sizes.action_dim, 0).state
+            (write_lerobot if policy.layout == "lerobot" else write_openpi)(
+                folder, RobotUnits(state, policy.units.action)
+            )
+
+    def write(self, policy: Pi0, folder: Path) -> None:
+        """Write a directory as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
+        if policy.adapted:
+            (folder / SINGLE).unlink(missing_ok=True)
+            if policy.source.described == policy.source.adapter:  # it is not the base that says what the numbers are
+                save_description(policy.source, folder, policy.config, ours=True)
+            lora.save_adapter(policy.network, folder)
+        else:
+            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
+                (folder / name).unlink(missing_ok=True)
+            save_directory(policy.network, policy.source, folder, policy.config, ours=True)
+        write_tensors(folder / EXTRAS, _extras(policy))
+
+    def read(self, policy: Pi0, folder: Path) -> dict[str, Tensor]:
+        network = policy.network
+        if policy.adapted:
+            weights = lora.read_adapter(network, folder)
+            lora.check_scaling(network, folder)
+        else:
+            weights = read_weights(folder, network)
+        extras, expected = read_tensors(folder / EXTRAS), _extras(policy)
+        # How steps are drawn may differ, and with it whether a network for that was learned.
+        if any(name.startswith("noise_net.") for name in extras) != (policy.noise_net is not None):
+            extras, expected = ({n: t for n, t in of.items() if n.startswith("units.")} for of in (extras, expected))
+        check_tensors(folder / EXTRAS, extras, expected)
+        return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
+
+    def restore_arguments(self, folder: Path) -> dict[str, Any]:
+        return {"weights": str(folder)}
+
+
+def _extras(policy: Pi0) -> dict[str, Tensor]:
+    """Tensors that no community's layout has a place for, by the policy's names."""
+    parts = {"units": policy.units, "noise_net": policy.noise_net}
+    return {f"{n}.{k}": t for n, part in parts.items() if part is not None for k, t in part.state_dict().items()}
+
+
+PI0 = PolicyKind(
+    Pi0,
+    Pi0Options,
+    Pi0Format(),
+    incidental=frozenset(
+        {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
+         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
+         "spec.horizon"}
+    ),
+    pretrained=True,
+    predicts_more=True,
+)  # fmt: skip
