@@ -129,6 +129,8 @@ class PolicyKind:
     waits: bool = False
     """True if `act` waits for another program, and may be called from several threads: an evaluation then has the
     decisions of several groups of environments under way together."""
+    blank_instruction: str = "do nothing"
+    """Instruction of an observation without content, by which sizes are found before a run."""
 
 
 def actor_state(policy: Policy) -> dict[str, Tensor]:

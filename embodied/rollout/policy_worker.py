@@ -34,6 +34,7 @@ from embodied.trajectories.memory import (
 from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs, Policy, PublishedWeights
+from policies.registry import policy_kind
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskInfo
@@ -140,7 +141,7 @@ def blank_inputs(policy: Policy, info: TaskInfo, reads: Sequence[str]) -> Inputs
         state=torch.zeros(1, info.state_dim) if "state" in reads else None,
         proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
         frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in policy.spec.cameras},
-        instruction=("",) if "instruction" in reads else (),
+        instruction=(policy_kind(policy.kind).blank_instruction,) if "instruction" in reads else (),
         episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
     )
 

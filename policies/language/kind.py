@@ -78,4 +78,5 @@ LANGUAGE = PolicyKind(
     ),
     pretrained=True,
     chooses=True,
+    blank_instruction="",  # as of an environment that rests: it is answered by one token
 )
