@@ -19,6 +19,7 @@ COPY assets assets
 COPY configs configs
 COPY embodied embodied
 COPY embodied_command.py ./
+COPY extensions extensions
 COPY policies policies
 COPY schedulers schedulers
 COPY sim_farm sim_farm

@@ -24,10 +24,10 @@ import psutil  # type: ignore[import-untyped]
 import tyro
 
 from benchmarks.faults import STATES, difference_of, write_faults
-from embodied.bench.settings import show_and_write
 from embodied.config.files import parse_config, save_config
 from embodied.execution.recovery import FILE
 from embodied.reporting.metrics import read
+from embodied_bench.settings import show_and_write
 from sim_farm.workers import faults
 from sim_farm.workers.faults import Fault
 

@@ -28,11 +28,11 @@ import pyarrow.parquet as pq
 import tyro
 from PIL import Image
 
-from embodied.bench.settings import show_and_write
 from embodied.demonstrations import Dataset, layout
 from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.layout import Feature
 from embodied.demonstrations.video import VideoWriter
+from embodied_bench.settings import show_and_write
 
 Kind = Literal["png, a row group per episode", "png, row groups of 100", "png, a row group per file", "video"]
 SIZE, FPS, EPISODE, PICTURES = 256, 10, 200, 64

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import tyro
 
-from embodied.bench.settings import show_and_write
+from embodied_bench.settings import show_and_write
 from sim_farm.backends.maniskill import simulator
 from sim_farm.contract import EpisodeSpec, Renderer, TaskSpec, UInt8
 

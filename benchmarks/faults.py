@@ -24,7 +24,6 @@ from typing import Any
 import tyro
 from safetensors.numpy import load_file
 
-from embodied.bench.settings import show_and_write
 from embodied.config.files import parse_config, save_config
 from embodied.config.schema import Config
 from embodied.execution.recovery import FILE
@@ -33,6 +32,7 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training.loop import train
+from embodied_bench.settings import show_and_write
 from sim_farm.workers import faults
 from sim_farm.workers.faults import Fault
 

@@ -30,9 +30,9 @@ import torch
 import tyro
 from torch import Tensor
 
-from embodied.bench.machine import finish
-from embodied.bench.settings import show_and_write
 from embodied.devices import find_device
+from embodied_bench.machine import finish
+from embodied_bench.settings import show_and_write
 from policies.language.generation import Sampling, generate
 from policies.language.model import CausalModel, load_model, read_config
 from policies.random_weights import RANDOM_WEIGHTS

@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "extensions")]
 
 from benchmarks.gpu_stages import table  # noqa: E402
 from benchmarks.gpu_stages.parts import STAGES, parts_of, select  # noqa: E402

@@ -43,8 +43,8 @@ class Arguments:
 
 def throughput(arguments: Arguments, render_workers: int) -> dict[str, Any]:
     """`embodied bench farm` on the task; the peers are measured beside the fused farm."""
-    from embodied.bench.farm import bench_farm
-    from embodied.bench.settings import BenchFarm
+    from embodied_bench.farm import bench_farm
+    from embodied_bench.settings import BenchFarm
 
     return bench_farm(
         BenchFarm(
@@ -108,7 +108,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", LP_NUM_THREADS="1")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from embodied.bench.settings import show_and_write
+    from embodied_bench.settings import show_and_write
 
     fused, split = throughput(arguments, 0), throughput(arguments, 1)
     figures = {

@@ -22,13 +22,13 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.config.files import parse_config
 from embodied.execution.session import open_session
 from embodied.run.folder import prepare_run
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.statistics import mean_interval
 from embodied.training.loop import train
+from embodied_bench.settings import show_and_write
 
 BLOCKS = 12
 EVERY_S = 1.0

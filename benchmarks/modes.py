@@ -14,10 +14,10 @@ from typing import Any
 import tyro
 from rich import get_console
 
-from embodied.bench.settings import show_and_write
 from embodied.commands.compare import compare_command, comparison_table
 from embodied.config.files import load_config, parse_config
 from embodied.reporting.plan_picture import draw_bars
+from embodied_bench.settings import show_and_write
 
 SHORT_LIBERO = {
     "rollout": {"decisions": 4},

@@ -3,7 +3,7 @@
     python benchmarks/openvla.py --out benchmarks/results
 
 --model (random weights, 256 patches, float32) decides for the same eight pictures: in one batch, one after the other,
-and one after the other by Hugging Face's library by three calls (`embodied.bench.measured_policy`); all give the same
+and one after the other by Hugging Face's library by three calls (`embodied_bench.measured_policy`); all give the same
 tokens, or the script fails. Writes openvla_Ncores.json. The 7.5B network on a GPU: `benchmarks/gpu.py`.
 """
 
@@ -19,10 +19,10 @@ import torch
 import tyro
 from scipy.stats import binom
 
-from embodied.bench.flops import Costs
-from embodied.bench.machine import measure_machine, seconds_of
-from embodied.bench.measured_policy import LOOP, OneAtATime, build, describe, make_inputs, peer_calls, rows_of
-from embodied.bench.settings import BenchPolicy, show_and_write
+from embodied.planning.flops import Costs
+from embodied_bench.machine import measure_machine, seconds_of
+from embodied_bench.measured_policy import LOOP, OneAtATime, build, describe, make_inputs, peer_calls, rows_of
+from embodied_bench.settings import BenchPolicy, show_and_write
 from policies.openvla.policy import TokenPolicy
 from policies.random_weights import INSTRUCTION
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
@@ -25,6 +24,7 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.profiler import Measured, decided_s, looped_s, measure, waited_s
+from embodied_bench.settings import show_and_write
 from schedulers.cost.laws import loop_seconds
 
 POLICIES: tuple[tuple[tuple[int, int, int], int], ...] = (

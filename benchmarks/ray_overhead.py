@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.run.trace import ITERATIONS, load
+from embodied_bench.settings import show_and_write
 
 ONE_BY_ONE = ("--farm.physics-workers", "1", "--farm.groups", "1")
 WAYS = {

@@ -19,9 +19,9 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.devices import hardware
 from embodied.run import RUNS
+from embodied_bench.settings import show_and_write
 
 DEMOS = 40000
 PROBLEMS = 500

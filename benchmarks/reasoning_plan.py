@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 
 import schedulers
-from embodied.bench.settings import show_and_write
+from embodied_bench.settings import show_and_write
 from schedulers import Cluster, Component, ComponentProfile, Edge, Loop, Node, Point, Profile, SearchOptions, Workflow
 from schedulers.turns import Turns
 

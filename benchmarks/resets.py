@@ -13,6 +13,7 @@ With `--evaluation FOLDER` the episodes are those of an evaluation, by their rec
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -23,14 +24,16 @@ from typing import Any
 import numpy as np
 import tyro
 
-from embodied.bench.settings import show_and_write
-from embodied.config.files import load_config
-from embodied.evaluation.folder import read_folder
-from embodied.workflows.context import task_spec
-from sim_farm.catalogue import task_names
-from sim_farm.contract import EpisodeSpec, Float32, Physics, PhysicsResult, Renderer, TaskSpec
-from sim_farm.registry import make_physics, make_renderer
-from tests.sim_farm.histories import History, digest, histories, played, task_of
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from embodied.config.files import load_config  # noqa: E402
+from embodied.evaluation.folder import read_folder  # noqa: E402
+from embodied.workflows.context import task_spec  # noqa: E402
+from embodied_bench.settings import show_and_write  # noqa: E402
+from sim_farm.catalogue import task_names  # noqa: E402
+from sim_farm.contract import EpisodeSpec, Float32, Physics, PhysicsResult, Renderer, TaskSpec  # noqa: E402
+from sim_farm.registry import make_physics, make_renderer  # noqa: E402
+from tests.sim_farm.histories import History, digest, histories, played, task_of  # noqa: E402
 
 STEPS = {"tabletop": 100, "maniskill": 50, "libero": 100}
 """Env steps of an episode."""

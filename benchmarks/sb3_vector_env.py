@@ -128,7 +128,7 @@ def main() -> None:
     arguments = tyro.cli(Arguments)
     # One thread for each process, also of the peer: they share the cores.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    from embodied.bench.settings import show_and_write
+    from embodied_bench.settings import show_and_write
 
     runs: dict[str, list[Run]] = {"vector_env": [], "AsyncVectorEnv": []}
     for seed in arguments.seeds:

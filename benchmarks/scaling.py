@@ -8,17 +8,32 @@ Nothing here is measured: the figures are the planner's predictions for machines
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-import schedulers
-from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
-from benchmarks.tasks_together import DECISIONS, LEARNER_S_PER_DECISION, LIBERO
-from embodied.bench.settings import show_and_write
-from schedulers import Cluster, Component, ComponentProfile, Edge, Exchange, Loop, Node, Plan, Point, Profile, Workflow
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import schedulers  # noqa: E402
+from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S  # noqa: E402
+from benchmarks.tasks_together import DECISIONS, LEARNER_S_PER_DECISION, LIBERO  # noqa: E402
+from embodied_bench.settings import show_and_write  # noqa: E402
+from schedulers import (  # noqa: E402
+    Cluster,
+    Component,
+    ComponentProfile,
+    Edge,
+    Exchange,
+    Loop,
+    Node,
+    Plan,
+    Point,
+    Profile,
+    Workflow,
+)
 
 GPUS = (8, 64, 512)
 PER_GPU = 32

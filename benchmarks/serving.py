@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.config.files import save_config
 from embodied.config.schema import PolicyConfig
 from embodied.run.saved_settings import recorded_settings
+from embodied_bench.settings import show_and_write
 
 COMMAND = str(Path(sys.executable).parent / "embodied")
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import open_session
+from embodied_bench.settings import show_and_write
 
 PUSH = {
     "task": "maniskill/PushCube-v1",

@@ -16,7 +16,7 @@ import tyro
 
 import schedulers
 from benchmarks.planner import PUBLISHED_BATCH, PUBLISHED_INFERENCE_S
-from embodied.bench.settings import show_and_write
+from embodied_bench.settings import show_and_write
 from schedulers import Cluster, Component, ComponentProfile, Edge, Loop, Node, Plan, Point, Pool, Profile, Workflow
 
 CORES = (8, 16, 32)

@@ -192,7 +192,7 @@ def main() -> None:
         found = run_peer(arguments.peer_seed, arguments.pixels, arguments.peer_limit_s)
         print(json.dumps(found), flush=True)
         return
-    from embodied.bench.settings import show_and_write
+    from embodied_bench.settings import show_and_write
 
     ours, peer = [], []
     for seed in arguments.seeds:

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.trajectories.batch import GroupDecision, assemble, join_inputs, table_of_decisions
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied_bench.settings import show_and_write
 from policies.contract import Action, Inputs
 from sim_farm.shared_memory.frame_memory import FrameMemory
 

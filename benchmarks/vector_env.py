@@ -109,8 +109,8 @@ def main(arguments: Arguments) -> None:
     from gymnasium.vector import AsyncVectorEnv
 
     import sim_farm
-    from embodied.bench.farm_peers import PeerSpec, peer_env
-    from embodied.bench.settings import show_and_write
+    from embodied_bench.farm_peers import PeerSpec, peer_env
+    from embodied_bench.settings import show_and_write
 
     task, count = arguments.task, arguments.num_envs
     pairs: dict[bool, list[Pair]] = {True: [], False: []}

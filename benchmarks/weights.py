@@ -17,13 +17,13 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.config.files import load_config, parse_config
 from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
+from embodied_bench.settings import show_and_write
 
 WANTED = 1.3
 """Weights to several replicas may cost so many times those to one."""

@@ -13,6 +13,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -23,7 +24,7 @@ import tyro
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from embodied.cli import VERBS
+from embodied.cli import VERBS, first_of, function_of, offered
 from embodied.commands.short_help import EXAMPLES
 from embodied.config.schema import Config
 from embodied.metric import Metric
@@ -31,7 +32,7 @@ from embodied.training import declared_metrics
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
-PACKAGES = ("embodied", "sim_farm", "policies", "schedulers")
+PACKAGES = ("embodied", "sim_farm", "policies", "schedulers", "extensions")
 NOTE = "<!-- Written by docs/reference.py: change the source, then run `make docs`. -->"
 CLI = """
 `embodied VERB --help` says the same, with the settings that are changed most; `embodied VERB --help-all` has every one,
@@ -67,12 +68,14 @@ family with a metric for each.
 def cli_page() -> str:
     """The page of verbs: what each does, examples, and its own options."""
     lines = [f"# The command line\n\n{NOTE}\n{CLI}"]
-    for verb, (name, first) in VERBS.items():
-        module = importlib.import_module(f"embodied.commands.{name}")
+    for verb in (*VERBS, *offered()):
+        module = _module(verb)
+        first = VERBS[verb][1] if verb in VERBS else first_of(module.Arguments)
         about = (inspect.getdoc(module) or "").splitlines()[0].partition(": ")[2].rstrip(".")
         lines += [f"## {verb}", "", f"`embodied {verb}{' ' + first if first else ''}`: {about}.", ""]
+        examples = EXAMPLES[verb] if verb in VERBS else module.EXAMPLES
         lines += ["| command | does |", "|---|---|"]
-        lines += [f"| `{command.replace('|', chr(92) + '|')}` | {does} |" for command, does in EXAMPLES[verb]]
+        lines += [f"| `{command.replace('|', chr(92) + '|')}` | {does} |" for command, does in examples]
         lines.append("")
         arguments = getattr(module, "Arguments", None)
         for kind in typing.get_args(arguments) or ((arguments,) if arguments else ()):
@@ -81,6 +84,12 @@ def cli_page() -> str:
             lines += [f"`{verb} {kind.__name__.removeprefix('Bench').lower()}`", ""] if several else []
             lines += [*_options(kind), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _module(verb: str) -> types.ModuleType:
+    if verb in VERBS:
+        return importlib.import_module(f"embodied.commands.{VERBS[verb][0]}")
+    return sys.modules[function_of(verb).__module__]
 
 
 def _options(kind: Any) -> list[str]:

@@ -2,7 +2,8 @@
 
 Each verb is a module in `embodied/commands/` with the dataclass `Arguments` and the function `run`. Only the verb that
 was typed is imported, after its arguments (`embodied/commands/arguments.py`) were parsed and the first checks made:
-`--help` and the common mistakes wait for no torch, and `embodied doctor` works where packages are missing.
+`--help` and the common mistakes wait for no torch, and `embodied doctor` works where packages are missing. Installed
+packages bring further verbs by entry points (docs/extensions.md).
 
 Exit status: 0 done, 1 our own failure (with a traceback), 2 a mistake that the message says how to mend,
 130 interrupted.
@@ -17,8 +18,9 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from embodied.errors import UserError, nearest, one_kind_of_mistake
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from embodied.config.schema import Config
 
 VERBS = {
@@ -34,11 +38,9 @@ VERBS = {
     "eval": ("evaluate", "RUN|CONFIG"),
     "record": ("record", "RUN|CONFIG"),
     "serve": ("serve", "RUN|CHECKPOINT|CONFIG"),
-    "import": ("importing", "SOURCE"),
     "profile": ("profile", "CONFIG"),
     "plan": ("plan", "CONFIG"),
     "compare": ("compare", "CONFIG"),
-    "bench": ("bench", ""),
     "inspect": ("inspect", "FOLDER|CHECKPOINT"),
     "reward": ("reward", "DATA"),
     "export": ("export", "RUN"),
@@ -49,7 +51,14 @@ VERBS = {
 }
 """Verb to its module in `embodied.commands` and what it must be given first."""
 ABOUT = "Reinforcement learning for robot policies, with simulators as first-class workers."
-OWN = ("import", "bench", "runs", "watch")
+ENTRY_POINTS = "embodied_farm.verbs"
+"""Group in which packages offer verbs, name to `module:run`. A name of `VERBS` cannot be replaced.
+
+`run(args: Arguments)` does what the verb is for, and returns plain data for `--json`. `Arguments` is a dataclass, or a
+union of them for subcommands, that tyro parses, with the field `json: Path | None`. The module's docstring begins with
+"`embodied VERB`: what it does", and its `EXAMPLES` are commands with what each does.
+"""
+OWN = ("runs", "watch")
 """Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
 NAMES_NO_RUN = {"eval": "--folder", "record": "--out", "profile": "--out", "plan": "--out", "inspect": "--out"}
 """Verbs that take every setting and begin no run, whose name `--name` would be, and what says where their result is."""
@@ -82,24 +91,31 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+def offered() -> dict[str, EntryPoint]:
+    """The verbs that installed packages offer, by name."""
+    from importlib import metadata
+
+    return {entry.name: entry for entry in metadata.entry_points(group=ENTRY_POINTS) if entry.name not in VERBS}
+
+
 def _run(verb: str, arguments: list[str]) -> int:
-    if verb not in VERBS:
-        raise UserError(f"there is no `embodied {verb}`{nearest(verb, list(VERBS))}")
-    name, first = VERBS[verb]
+    if verb not in VERBS and verb not in (others := offered()):
+        raise UserError(f"there is no `embodied {verb}`{nearest(verb, [*VERBS, *others])}")
+    first = VERBS[verb][1] if verb in VERBS else first_of(arguments_of(verb))
     given = bool(arguments) and not arguments[0].startswith("-")
     if first and not given and not {*HELP, HELP_ALL} & set(arguments):
         print(_usage(verb, first), file=sys.stderr)
         return 2
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
-        return _module(verb, name).main(arguments)
-    args = _parse(verb, _arguments(verb, name), arguments[0] if given else "", arguments)
+        return _module(verb).main(arguments)
+    args = _parse(verb, arguments_of(verb), arguments[0] if given else "", arguments)
     with one_kind_of_mistake():
         # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
         if hasattr(args, "check"):
             args.check()
         args = _with_options(args, arguments)
         with _shown(args):
-            result = _module(verb, name).run(args)
+            result = function_of(verb)(args)
     if args.json is not None:
         from embodied.files import write_json
 
@@ -116,16 +132,35 @@ def _shown(args: Any) -> AbstractContextManager[None]:
     return quiet()
 
 
-def _arguments(verb: str, name: str) -> Any:
-    """The type of the verb's arguments."""
+def arguments_of(verb: str) -> Any:
+    """The type of the verb's arguments. Raises `UserError` where a package that they need is not there."""
+    if verb not in VERBS:
+        return sys.modules[function_of(verb).__module__].Arguments
     if verb in OWN:
-        return _module(verb, name).Arguments
+        return _module(verb).Arguments
     return getattr(_module(verb, "arguments"), f"{verb.capitalize()}Arguments")
 
 
-def _module(verb: str, name: str) -> ModuleType:
+def function_of(verb: str) -> Callable[[Any], Any]:
+    """What the verb runs with its arguments. Raises as `arguments_of` does."""
+    if verb in VERBS:
+        return _module(verb).run
+    from sim_farm.named_code import entry_point
+
+    return entry_point(ENTRY_POINTS, verb, UserError)
+
+
+def first_of(kind: Any) -> str:
+    """What a verb must be given first, by its arguments: the first field without a default, else nothing."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    required = fields and (fields[0].default, fields[0].default_factory) == (dataclasses.MISSING,) * 2
+    return fields[0].name.upper() if required else ""
+
+
+def _module(verb: str, name: str = "") -> ModuleType:
+    """The module of one of `VERBS`, or the one of that name beside it."""
     try:
-        return importlib.import_module(f"embodied.commands.{name}")
+        return importlib.import_module(f"embodied.commands.{name or VERBS[verb][0]}")
     except ModuleNotFoundError as error:
         raise UserError(
             f"`embodied {verb}` needs the Python package {error.name!r}: pip install 'embodied-farm[all]'; "
@@ -148,10 +183,11 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     asked_for_all = HELP_ALL in arguments
     arguments = [HELP[-1] if argument == HELP_ALL else argument for argument in arguments]
     if "settings" in names:
+        first = VERBS[verb][1]
         # What comes first names the configuration or run; of `inspect`, which looks at something else, an option does.
-        source = named if "CONFIG" in VERBS[verb][1] else _given(arguments, "--config")
+        source = named if "CONFIG" in first else _given(arguments, "--config")
         if source:
-            settings = _settings(source, arguments, "run" in names, "CHECKPOINT" in VERBS[verb][1])
+            settings = _settings(source, arguments, "run" in names, "CHECKPOINT" in first)
             known, arguments = _without_removed(arguments, settings.policy.options)
             typed, arguments = _typed_options(arguments)
             policy = settings.policy.model_copy(update={"options": known})
@@ -305,14 +341,24 @@ def _words(arguments: list[str], key: str) -> list[str]:
 
 
 def _help() -> str:
-    folder = Path(__file__).parent / "commands"
+    modules = {verb: f"embodied.commands.{name}" for verb, (name, _) in VERBS.items()}
+    modules |= {verb: entry.module for verb, entry in offered().items()}
     lines = [f"usage: embodied VERB ...\n\n{ABOUT}\n"]
-    for verb, (name, _) in VERBS.items():
-        # Read, not imported: importing all of them takes seconds.
-        about = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text())) or ""
-        lines.append(f"  {verb:8} {about.splitlines()[0].partition(': ')[2].rstrip('.')}")
+    lines += [f"  {verb:8} {_about(module)}" for verb, module in modules.items()]
     last = "\n`embodied VERB --help` says what a verb takes, `embodied --version` which version this is."
     return "\n".join([*lines, last])
+
+
+def _about(module: str) -> str:
+    """What the verb of the module does. The module is read, not imported: importing all of them takes seconds."""
+    try:
+        spec = find_spec(module)
+    except Exception:  # whatever a package of others raises where it begins: the verb's own message says it
+        spec = None
+    if spec is None or spec.origin is None:
+        return f"cannot be used: the module {module} is not there"
+    about = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    return about.partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
 def _usage(verb: str, first: str) -> str:

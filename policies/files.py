@@ -41,8 +41,7 @@ FULL = re.compile(r"full_weights\.pt")
 VERL_RANK = re.compile(r"model_world_size_(?P<world>\d{1,5})_rank_(?P<rank>\d{1,5})\.pt")
 LOCAL_RANK = re.compile(r"checkpoint_rank_(?P<rank>\d{1,5})\.pt")
 DCP_PART = re.compile(r".*\.distcp")
-"""Files that RLinf, verl and torch.distributed.checkpoint write, in order of preference; see
-`policies.sharded`."""
+"""Files that RLinf, verl and torch.distributed.checkpoint write, in order of preference."""
 SHARD_FOLDERS = ("actor", "model_state_dict", "local_shard_checkpoint", "dcp_checkpoint")
 """Folders within a checkpoint's in which they lie."""
 TRAINING_STATE = re.compile(r"(optimizer|optim|scheduler|scaler|rng_state|random_states|training_args)(_?\d+)*\..*")

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -80,14 +81,25 @@ def entry_point(group: str, name: str, error: type[Exception]) -> Any:
         raise error(f"{' and '.join(map(_package, found.values()))} both offer {name!r} in {group}: uninstall one")
     (entry,) = found.values()
     try:
-        return named(entry.value, error)
+        return named(f"{entry.module}:{entry.attr}", error)
     except error as cause:
-        raise error(f"{_package(entry)} offers {name!r} in {group}, which cannot be used: {cause}") from cause
+        why = f"{cause}{_install(entry, cause)}"
+        raise error(f"{_package(entry)} offers {name!r} in {group}, which cannot be used: {why}") from cause
 
 
 def entry_point_names(group: str) -> list[str]:
     """The names that installed packages offer in the group."""
     return sorted({entry.name for entry in metadata.entry_points(group=group)})
+
+
+def _install(entry: metadata.EntryPoint, cause: Exception) -> str:
+    """The end of a message: the command that installs what is missing, where it is an extra of the entry's package."""
+    missing = cause.__cause__.name if isinstance(cause.__cause__, ModuleNotFoundError) else None
+    if entry.dist is None or missing is None:
+        return ""
+    extra = re.compile(rf"{re.escape(missing)}\b.*extra == [\"'](.+?)[\"']")
+    found = next(filter(None, map(extra.match, entry.dist.requires or ())), None)
+    return f": pip install '{entry.dist.name}[{found[1]}]'" if found else ""
 
 
 def _package(entry: metadata.EntryPoint) -> str:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import embodied
-from embodied.cli import VERBS
+from embodied.cli import VERBS, function_of, offered
 from embodied.config.files import all_settings
 from embodied.config.schema import Config
 from policies.registry import arguments_of, policy_kind
@@ -81,8 +81,7 @@ COMMAND = re.compile(r"embodied (\w+)\b([^`#|\n]*)")
 
 def _options(verb: str) -> set[str]:
     """The options of a verb but for settings; of all verbs of several benches."""
-    found = importlib.import_module(f"embodied.commands.{VERBS[verb][0]}")
-    arguments = getattr(found, "Arguments", None)
+    arguments = getattr(sys.modules[function_of(verb).__module__], "Arguments", None)
     kinds = [typing.get_args(kind)[0] for kind in typing.get_args(arguments)] or [arguments]
     own = {field.name for kind in kinds if kind is not None for field in dataclasses.fields(kind)}
     return {"json", "help", "help_all"} | own
@@ -97,7 +96,7 @@ def test_every_setting_and_option_that_a_page_names_exists(page: Path) -> None:
         # `stream.py` and the like are files.
         assert known or key.endswith((".py", ".md", ".yaml", ".json")), f"{_name(page)} names the setting {named}"
     for verb, rest in COMMAND.findall(text):
-        for option in OPTION.findall(rest) if verb in VERBS else ():
+        for option in OPTION.findall(rest) if verb in {*VERBS, *offered()} else ():
             key = option.replace("-", "_").replace(".no_", ".")
             known = key in settings or key.startswith("policy.options.") or key.removeprefix("no_") in _options(verb)
             assert known, f"{_name(page)} gives `embodied {verb}` the option --{option}"

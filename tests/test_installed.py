@@ -27,7 +27,7 @@ from tests.embodied.support import stranger
 
 ROOT = Path(__file__).parent.parent
 FILES = ("embodied_command.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "CITATION.cff", "constraints.txt")
-SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "configs", "assets")
+SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "extensions", "configs", "assets")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,8 @@ def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
     assert wheel.stat().st_size < 12e6
     assert [name for name in names if name.endswith("/reach.xml")] == ["sim_farm/backends/tabletop/scenes/reach.xml"]
     packaged = {name.partition("/")[0] for name in names if "dist-info" not in name}
-    assert packaged == {*SOURCES, "embodied_command.py"} - {"configs", "assets"}
+    extensions = {path.name for path in (ROOT / "extensions").iterdir() if path.is_dir()}
+    assert packaged == {*SOURCES, *extensions, "embodied_command.py"} - {"configs", "assets", "extensions"}
     checkpoints = [path.parent for path in (ROOT / "assets").glob("*/config.json")]
     files = {f"embodied/{path.relative_to(ROOT)}" for folder in checkpoints for path in folder.rglob("*.*")}
     assert files and files <= set(names), "a shipped checkpoint is not whole in the wheel"

@@ -17,7 +17,10 @@ FORBIDDEN = {
     "sim_farm": {"embodied", "policies", "schedulers", "ray"},
     "policies": {"embodied", "sim_farm", "schedulers", "ray"},
     "schedulers": {"embodied", "sim_farm", "policies", "ray", "torch"},
+    "embodied": set(),
 }
+"""The core's packages, and what none of their modules imports."""
+EXTENSIONS = sorted(path.name for path in (ROOT / "extensions").iterdir() if path.is_dir())
 
 
 LAYERS = (
@@ -25,7 +28,6 @@ LAYERS = (
     {"training"},
     {"demonstrations"},
     {"planning", "evaluation"},
-    {"bench"},
     {"execution"},
     {"rollout"},
     {"learning"},
@@ -67,6 +69,19 @@ def test_packages_know_nothing_of_each_other(package: str) -> None:
         assert not _imports(path) & FORBIDDEN[package], path
 
 
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_the_core_names_no_extension(package: str) -> None:
+    names = re.compile("|".join(EXTENSIONS))
+    for path in (ROOT / package).rglob("*.py"):
+        assert not names.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_an_extension_knows_the_core_and_no_other_extension(extension: str) -> None:
+    for path in (ROOT / "extensions" / extension).rglob("*.py"):
+        assert not _imports(path) & ({*EXTENSIONS, "tests", "benchmarks"} - {extension}), path
+
+
 def _modules(path: Path) -> set[str]:
     """Modules of `embodied` that a file imports, as dotted names."""
     found: set[str] = set()
@@ -98,13 +113,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_only_the_runtime_imports_ray() -> None:
-    allowed = {ROOT / "embodied/bench/transport.py", *(ROOT / "embodied/runtime/ray").glob("*.py")}
+    allowed = set((ROOT / "embodied/runtime/ray").glob("*.py"))
     for path in (ROOT / "embodied").rglob("*.py"):
         assert "ray" not in _imports(path) or path in allowed, path
 
 
 def test_nothing_unpickles_or_runs_remote_code() -> None:
-    for package in ("embodied", "sim_farm", "policies"):
+    for package in ("embodied", "sim_farm", "policies", "extensions"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text()
             for call in ("pickle.load", "trust_remote_code", "yaml.load("):

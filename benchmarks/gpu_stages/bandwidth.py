@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from embodied.bench.machine import seconds_of
+from embodied_bench.machine import seconds_of
 
 COPIES = 4
 """Of which the fastest counts: a limit is what the machine can do."""

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu_stages.bandwidth import between_host_and_device
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.machine import measure_machine
+from embodied_bench.machine import measure_machine
 
 QUERY = (
     "name", "driver_version", "pci.bus_id", "memory.total", "memory.used", "pstate", "clocks.sm", "clocks.mem",

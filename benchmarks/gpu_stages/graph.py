@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.machine import repeat
-from embodied.bench.measured_policy import build, make_inputs
-from embodied.bench.settings import BenchPolicy
+from embodied_bench.machine import repeat
+from embodied_bench.measured_policy import build, make_inputs
+from embodied_bench.settings import BenchPolicy
 from policies.contract import Action, Inputs, Policy
 from policies.cuda_graphs import one_by_one
 

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.generation import MODEL, Arguments, compare
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.machine import measure_machine, peak_memory, repeat
 from embodied.commands.compare import compare_command
 from embodied.config.files import load_config
+from embodied_bench.machine import measure_machine, peak_memory, repeat
 from policies.contract import Inputs, PolicySpec
 from policies.language.model import CausalModel, read_config
 from policies.language.policy import LanguageOptions, LanguagePolicy

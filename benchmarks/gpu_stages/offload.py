@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.gpu_stages.bandwidth import between_host_and_device, through_file
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.measured_policy import build
-from embodied.bench.settings import BenchPolicy
 from embodied.devices import device_of
 from embodied.learning.offload import Offload
+from embodied_bench.measured_policy import build
+from embodied_bench.settings import BenchPolicy
 from policies.contract import Policy
 
 ROUNDS = 3

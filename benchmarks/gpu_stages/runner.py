@@ -80,7 +80,11 @@ def digest(root: Path) -> str:
 
 def environment(root: Path, mark: str) -> dict[str, str]:
     """Of a part's process: packages are found as by this one, also from another folder, as Ray's workers have it."""
-    path = [str(root), *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
+    path = [
+        str(root),
+        str(root / "extensions"),
+        *(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p),
+    ]
     variables = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "PYTHONUNBUFFERED": "1", MARK: mark}
     # Nothing asks a network: what is not here is an error at once, not after a minute of trying.
     variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}

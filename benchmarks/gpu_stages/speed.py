@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.gpu_stages.work import Figures, Work
-from embodied.bench.learner import bench_learner
-from embodied.bench.policy import bench_policy
-from embodied.bench.settings import BenchLearner, BenchPolicy
+from embodied_bench.learner import bench_learner
+from embodied_bench.policy import bench_policy
+from embodied_bench.settings import BenchLearner, BenchPolicy
 
 BATCHES, TINY_BATCHES = (1, 8, 16, 32, 64, 128), (1, 2)
 MICRO_BATCHES, TINY_MICRO_BATCHES = (8, 16, 32), (2, 4)

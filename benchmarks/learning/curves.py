@@ -19,9 +19,9 @@ from typing import Any
 
 import tyro
 
-from embodied.bench.settings import show_and_write
 from embodied.reporting.metrics import read
 from embodied.statistics import seeds_interval
+from embodied_bench.settings import show_and_write
 
 CURVE = (
     "env_steps", "wall_s", "env/success_once", "env/success_recent", "learner/approx_kl", "learner/entropy",

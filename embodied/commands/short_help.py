@@ -67,21 +67,9 @@ EXAMPLES = {
     "record": (
         ("embodied record RUN --out FOLDER --episodes 50 --only-successes", "demonstrations in LeRobot's layout"),
     ),
-    "import": (
-        ("embodied import SOURCE --out FOLDER", "ManiSkill, LIBERO, robomimic, RLDS; RLinf's and verl's shards"),
-    ),
     "profile": (("embodied profile CONFIG --out profile.json", "every component alone, beside others, sharing cores"),),
     "plan": (("embodied plan CONFIG --profile profile.json --cluster FILE", "for this machine or one that you lack"),),
     "compare": (("embodied compare CONFIG", "collocated, disaggregated and hybrid: measured beside predicted"),),
-    "bench": (
-        (
-            "embodied bench farm --task maniskill/PushCube-v1 --cameras 1 --chunk 8",
-            "env steps/s beside peers and limits",
-        ),
-        ("embodied bench transport", "frames through slots, pipe, queue and Ray's store, beside memcpy"),
-        ("embodied bench policy --model openvla-7b --random-weights", "actions/s, latency, memory, beside the limit"),
-        ("embodied bench learner --model pi0 --random-weights", "samples/s of an update"),
-    ),
     "inspect": (("embodied inspect FOLDER|CHECKPOINT", "a table, a contact sheet, histograms of actions"),),
     "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.classifier"),),
     "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),

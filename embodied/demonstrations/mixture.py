@@ -23,13 +23,18 @@ import yaml
 from embodied.config.schema import SFTConfig, indices_of
 from embodied.demonstrations import layout
 from embodied.demonstrations.data_files import RecordedEpisode
-from embodied.demonstrations.importing.formats import format_of, import_command
 from embodied.demonstrations.layout import Feature
 from embodied.demonstrations.reader import Batch, Dataset
 from embodied.errors import UserError, nearest, shown
 from embodied.hub import dataset_folder
 from embodied.trajectories.random_streams import permutation
 from sim_farm.contract import Orientation, TaskInfo
+from sim_farm.named_code import entry_point, entry_point_names
+
+CONVERTIBLE = "embodied_farm.convertible_datasets"
+"""Group in which packages recognise datasets in other layouts, name to `module:function`. The function takes a path and
+returns what lies there with the command that converts it, as the end of a sentence; None where it is nothing that it
+knows. It reads little and raises nothing."""
 
 Index = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -162,9 +167,9 @@ def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) ->
     what has to be converted first, and `DatasetError` for what is no dataset."""
     path = dataset_folder(path, fetch=False)
     if not (path / layout.INFO).exists():
-        known, command = format_of(path), import_command(path)
-        if known is not None and command is not None:
-            raise UserError(f"{path} is {known.name}, which is converted first: {command}")
+        for name in entry_point_names(CONVERTIBLE):
+            if (found := entry_point(CONVERTIBLE, name, UserError)(path)) is not None:
+                raise UserError(f"{path} is {found}")
     if features is None:
         return Dataset(path)
     return Dataset(path, rename=renames(features, Dataset(path).features, str(path)))

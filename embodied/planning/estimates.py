@@ -2,7 +2,7 @@
 
 A profile that was measured on a CPU says nothing about a GPU. For a cluster whose nodes name their `card`, policy and
 learner get times from the card's roofline (`schedulers.cards`). Counted are one decision and one update: of large
-networks by `embodied.bench.flops`, of others as torch executes them for one row.
+networks by `embodied.planning.flops`, of others as torch executes them for one row.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from embodied.bench.flops import Work, batched, costs_of, nbytes
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.planning.clusters import roles_of
+from embodied.planning.flops import Work, batched, costs_of, nbytes
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.workflows.context import make_policy, policy_spec, task_spec
 from embodied.workflows.sizes import tasks_of

@@ -124,7 +124,7 @@ NOT_RUN = {
     ("docs/cluster.md", "export"): "of a cluster; support/ray_nodes.py",
     ("docs/cluster.md", "ray"): "of a cluster; support/ray_nodes.py",
     ("docs/cluster.md", "#!/bin/bash"): "needs Slurm; its syntax is checked",
-    ("docs/demonstrations.md", "embodied import"): f"{OTHERS}; tests/embodied/demonstrations",
+    ("docs/demonstrations.md", "embodied import"): f"{OTHERS}; tests/extensions/importers",
     ("docs/demonstrations.md", "embodied inspect libero"): f"{OTHERS}; tests/embodied/demonstrations",
     ("docs/demonstrations.md", "embodied inspect checkpoints"): LARGE,
     ("docs/evaluating.md", "embodied eval RUN --eval.tasks libero"): "needs a policy for LIBERO",

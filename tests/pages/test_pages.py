@@ -147,7 +147,7 @@ def test_a_command_that_is_not_run_has_options_that_there_are(page: str, tmp_pat
         _, verb, *arguments = Command(page, command.line, named(page, command.text)).words
         first = arguments[0] if arguments and not arguments[0].startswith("-") else ""
         try:
-            cli._parse(verb, cli._arguments(verb, cli.VERBS[verb][0]), first, arguments)
+            cli._parse(verb, cli.arguments_of(verb), first, arguments)
         except (SystemExit, cli.UserError) as error:
             raise AssertionError(f"{command.place}: `{command.text}`: {error}") from error
 

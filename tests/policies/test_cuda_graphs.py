@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embodied.bench.measured_policy import build, make_inputs
-from embodied.bench.settings import BenchPolicy
 from embodied.learning.offload import Offload
+from embodied_bench.measured_policy import build, make_inputs
+from embodied_bench.settings import BenchPolicy
 from policies import cuda_graphs
 from policies.conformance import laws
 from policies.cuda_graphs import (

@@ -235,7 +235,7 @@ def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Pa
 
 def options_of(*arguments: str) -> dict[str, Any]:
     """The policy's options as a command has them."""
-    kind = cli._arguments("train", "train")
+    kind = cli.arguments_of("train")
     parsed = cli._parse("train", kind, arguments[0], [*arguments])
     return cli._with_options(parsed, [*arguments]).settings.policy.options
 
@@ -326,7 +326,7 @@ def test_help_is_one_page_of_own_options_of_what_is_changed_most_and_of_examples
     status, shown = here(verb, "--help")
     assert status == 0 and len(shown.splitlines()) < 95
     assert "--loss.dual-clip" not in shown and f"embodied {verb} --help-all" in shown
-    for name in cli._arguments(verb, cli.VERBS[verb][0]).__dataclass_fields__.keys() - {"settings"}:
+    for name in cli.arguments_of(verb).__dataclass_fields__.keys() - {"settings"}:
         assert re.search(rf"--{name.replace('_', '-')}\b|positional", shown), name
     for key in READ.get(verb, CHANGED):
         assert f"  --{key.replace('_', '-')} " in shown, key
@@ -478,7 +478,7 @@ loaded = {name.partition(".")[0] for name in sys.modules} & {"torch", "ray", "ty
 assert not loaded, loaded
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for verb in cli.VERBS:
+    for verb in (*cli.VERBS, *cli.offered()):
         assert re.search(rf"^  {verb} +\w.{{10,}}$", shown, re.MULTILINE), verb
 
 

@@ -16,6 +16,7 @@ import embodied
 import policies
 from embodied.cli import main
 from embodied.config.files import load_config, parse_config
+from embodied.demonstrations.mixture import open_dataset
 from embodied.errors import UserError
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import expand
@@ -266,3 +267,41 @@ def test_a_simulator_that_executes_less_than_a_chunk_is_refused(folder: Path) ->
     physics.reset(EpisodeSpec(1))
     with pytest.raises(FarmError, match=f"{TASK} executed 1 of 3 actions, and its episode goes on"):
         physics.step(np.zeros((3, 2), np.float32))
+
+
+def test_a_package_s_verb_is_listed_and_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb of docs/extensions.md, as it is printed there."""
+    page = (Path(__file__).parents[3] / "docs/extensions.md").read_text()
+    (folder / "stranger/count.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(folder)
+    offered(folder, "verbs", "count = stranger.count:run", "broken = stranger.none:run")
+    (folder / "runs/first/checkpoints/000001").mkdir(parents=True)
+    assert main(["count", "runs", "--json", "found.json"]) == 0
+    assert json.loads(Path("found.json").read_text()) == {"checkpoints": 1}
+    capsys.readouterr()
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^  count +the number of checkpoints in a folder of runs$", shown, re.MULTILINE)
+    assert re.search(r"^  broken +cannot be used: the module stranger.none is not there$", shown, re.MULTILINE)
+    assert main(["count"]) == 2
+    assert "usage: embodied count FOLDER" in capsys.readouterr().err
+    assert main(["count", "nowhere"]) == 2
+    assert "nowhere is not a folder" in capsys.readouterr().err
+    assert main(["broken"]) == 2
+    assert (
+        "the package stranger 1.2 offers 'broken' in embodied_farm.verbs, which cannot be used"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_package_says_what_lies_at_a_path_that_is_no_dataset(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "stranger/sets.py").write_text(
+        "def found(path):\n    return 'theirs: convert it' if path.name == 'a' else None"
+    )
+    monkeypatch.syspath_prepend(folder)
+    offered(folder, "convertible_datasets", "stranger = stranger.sets:found")
+    (folder / "a").mkdir()
+    with pytest.raises(UserError, match="a is theirs: convert it"):
+        open_dataset(Path("a"))

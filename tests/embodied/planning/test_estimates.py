@@ -12,16 +12,16 @@ import torch
 
 import policies
 import schedulers
-from embodied.bench.flops import FlowCosts, Work, costs_of, weight_count
 from embodied.config.files import parse_config
 from embodied.planning.estimates import ExecutedCosts, card_of, decision_seconds, update_seconds, with_estimates
+from embodied.planning.flops import FlowCosts, Work, costs_of, weight_count
 from embodied.planning.run_plans import sized_workflow
 from policies.contract import Inputs, PolicySpec
 from schedulers import Cluster, Node, Plan, Profile
 from schedulers.cards import CARDS, EFFICIENCY, UPDATE_EFFICIENCY
-from tests.embodied.bench.test_bench_policy import tiny, tiny_flow
 from tests.embodied.support import planned
 from tests.embodied.support.planned import ENVS, SETTINGS, Commands
+from tests.extensions.bench.test_bench_policy import tiny, tiny_flow
 
 few_iterations, profile, files, embodied = planned.few_iterations, planned.profile, planned.files, planned.embodied
 H100 = CARDS["H100"]
