@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("embodied", "sim_farm", "policies", "schedulers")
+PACKAGES = ("embodied", "sim_farm", "policies", "schedulers", "extensions")
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 RUNNING = ("cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve")
 """Modules whose readers run what they read."""

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.gpu_stages.parts import Part
 from benchmarks.gpu_stages.record import MEASURED, Entry, Record
 
-SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "benchmarks/gpu_stages")
+SOURCES = ("embodied", "sim_farm", "policies", "schedulers", "extensions", "benchmarks/gpu_stages")
 MARK = "EMBODIED_GPU_STAGE"
 """Variable by which every process that a part has started is recognised, also in a session of its own, as Ray's are."""
 GRACE_S = 20.0
