@@ -2,7 +2,7 @@
 workers and no order of finishing can change.
 
 Training episodes may begin from a fixed number of starts: recorded initial states, or seeds. Which one an episode
-begins from is a function of (environment, episode) too, and of shares that the client may set (`Farm.draw_starts`).
+begins from is a function of (environment, episode) too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from sim_farm.contract import EpisodeSpec
-
-Float64 = npt.NDArray[np.float64]
 
 TRAINING, EVALUATION, GROUPED, START, PERTURBED = 0, 1, 2, 3, 4
 """First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
@@ -26,23 +23,13 @@ MAX_GROUPS = 1 << 20
 
 
 ANY = -1
-"""In place of a start: the one that (environment, episode) determines by itself."""
+"""In place of a seed of the client's: (environment, episode) determines where the episode begins."""
 
 
 class Episodes(Protocol):
-    @property
-    def starts(self) -> int:
-        """Number of starts that episodes begin from; 0: each has a seed of its own."""
-        ...
-
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
-        """The `episode`-th episode of environment `env`, from that start; None when there is none left and it
-        rests."""
-        ...
-
-    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        """The start of the episode where start k has the share `cumulative[k] - cumulative[k - 1]`. Equal for episodes
-        that begin alike."""
+        """The `episode`-th episode of environment `env`; None when there is none left and it rests. `start`: the seed
+        that the client gave (`SeededEpisodes`)."""
         ...
 
 
@@ -71,24 +58,17 @@ class Starts:
         if self.init_states and self.seeds:
             raise ValueError("episodes begin from recorded initial states or from a number of seeds, not from both")
 
-    @property
-    def number(self) -> int:
-        return len(self.init_states) or self.seeds
-
-    def spec(self, seed: int, start: int) -> EpisodeSpec:
+    def spec(self, seed: int) -> EpisodeSpec:
         """The episode of that seed."""
         if not self.perturbations:
-            return self._unperturbed(seed, start)
+            return self._unperturbed(seed)
         drawn = episode_seed(PERTURBED, seed, 0, 0) % (self.perturbations + 1)
-        return replace(self._unperturbed(seed, start), perturbation=drawn - 1 if drawn else None)
+        return replace(self._unperturbed(seed), perturbation=drawn - 1 if drawn else None)
 
-    def _unperturbed(self, seed: int, start: int) -> EpisodeSpec:
-        if not self.number:
-            return EpisodeSpec(seed)
-        start = seed % self.number if start == ANY else start
+    def _unperturbed(self, seed: int) -> EpisodeSpec:
         if self.init_states:
-            return EpisodeSpec(seed, self.init_states[start])
-        return EpisodeSpec(start_seed(start))
+            return EpisodeSpec(seed, self.init_states[seed % len(self.init_states)])
+        return EpisodeSpec(start_seed(seed % self.seeds) if self.seeds else seed)
 
 
 class TrainingEpisodes(ABC):
@@ -99,18 +79,8 @@ class TrainingEpisodes(ABC):
     def begin(self) -> Starts:
         """Where episodes begin."""
 
-    @property
-    def starts(self) -> int:
-        return self.begin.number
-
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
-        return self.begin.spec(self._seed(env, episode), start)
-
-    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        """Position of the episode's seed in its range, as a share of it."""
-        share = self._seed(env, episode) / 2**31
-        place = int(np.searchsorted(cumulative, share * cumulative[-1], side="right"))
-        return min(place, len(cumulative) - 1)
+        return self.begin.spec(self._seed(env, episode))
 
     @abstractmethod
     def _seed(self, env: int, episode: int) -> int:
@@ -170,16 +140,9 @@ class ListedEpisodes:
     paired: int = 0
     """Trial t repeats trial t % paired under another perturbation, and its policy's draws; 0: none repeats another."""
 
-    @property
-    def starts(self) -> int:
-        return 0
-
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
         trial = self.trial(env, episode)
         return self.specs[trial] if trial < len(self.specs) else None
-
-    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        raise ValueError("the episodes of an evaluation are listed: none is drawn")
 
     def trial(self, env: int, episode: int) -> int:
         """Index into `specs` of the episode; `len(specs)` or more where there is none."""
@@ -198,15 +161,8 @@ class SeededEpisodes:
     """Episodes whose seeds the client gives, in place of their starts (`Farm.begin`, `Farm.submit(next_seeds=...)`). An
     environment without a seed for its next episode rests."""
 
-    @property
-    def starts(self) -> int:
-        return 0
-
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec | None:
         return None if start == ANY else EpisodeSpec(start)
-
-    def draw_start(self, env: int, episode: int, cumulative: Float64) -> int:
-        raise ValueError("the client gives each episode's seed: none is drawn")
 
 
 def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:

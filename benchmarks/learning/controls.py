@@ -68,22 +68,6 @@ CASES = (
         "loss.reference_kl_target", 0.05, "learner/reference_kl",
         {"workflow": "ppo_reference", "loss.reference_kl": 1e-3}, warm=True,
     ),
-    Case(
-        "rollout.curriculum", 0.8, "learner/informative_groups",
-        {
-            "workflow": "grpo", "env.start_seeds": 64, "env.num_envs": 16, "env.max_episode_steps": 20,
-            "rollout.episodes_per_env": 4, "rollout.episode_group": 8,
-        },
-        warm=True,
-    ),
-    # The second task cannot be solved in three env steps.
-    Case(
-        "rollout.task_curriculum", 0.8, "env/success_once/tabletop/reach_red",
-        {
-            "env.task": "tabletop/reach_red", "extra_tasks": ({"task": "tabletop/reach_blue", "max_episode_steps": 3},),
-            "eval.tasks": ("tabletop/reach_red",), "advantage.normalise": "task", "iterations": 60,
-        },
-    ),
 )  # fmt: skip
 
 

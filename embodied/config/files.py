@@ -24,6 +24,8 @@ REMOVED: dict[str, Any] = {
     "optim.non_finite_limit": 3,
     "optim.threads": 0,
     "plan.any_hardware": False,
+    "rollout.curriculum": 0.0,
+    "rollout.task_curriculum": 0.0,
     "runtime.trace": True,
 }
 """Former settings, which folders of earlier runs still name, with the values that they had by default."""

@@ -357,14 +357,6 @@ class RolloutConfig(Section):
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
     """Roll out up to so many episodes of each environment until as many episode groups are informative as
     `episodes_per_env` yields (DAPO's dynamic sampling)."""
-    curriculum: Share = 0.0
-    """Share of training episodes whose start (of env.init_states or env.start_seeds) is drawn in proportion to
-    p (1 - p), p being how often its last 30 or so episodes were solved; the others are drawn evenly. 0: all are.
-    Training success is then that of the starts that were drawn, and nearer to a half than that of all."""
-    task_curriculum: Share = 0.0
-    """Share of a task's `decisions` that its environments take in proportion to p (1 - p), p being how often its last
-    100 or so episodes were solved, over that of the task with the most: tasks that are always or never solved are
-    rolled out less (ppo, several tasks). 0: all alike."""
     episode_group: Annotated[int, Field(ge=1)] = 8
     """Episodes of an episode group (grpo): the same task, the same beginning."""
 

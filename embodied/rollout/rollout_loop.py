@@ -47,10 +47,6 @@ class RolloutSettings:
     """Ends of episodes whose own final observation is valued: `never`, `truncated` or `always`."""
     rounds: int
     """Decisions of each environment that the trajectory memory keeps at once."""
-    curriculum: float = 0.0
-    """Share of episodes whose start a curriculum draws."""
-    task_curriculum: float = 0.0
-    """Share of decisions that a curriculum gives to tasks."""
     engine: Path | None = None
     """Folder through which a generation engine, which then decides, is given weights."""
 
@@ -64,8 +60,6 @@ class RolloutSettings:
             seeds=context.seeds,
             bootstrap=bootstrap_of(config),
             rounds=context.rounds,
-            curriculum=config.rollout.curriculum,
-            task_curriculum=config.rollout.task_curriculum,
             engine=(context.run_dir / "engine").resolve() if by_engine else None,
         )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
@@ -116,8 +116,6 @@ class RolloutSummary:
     """Bytes to and from physics workers on other machines."""
     frames: FrameCounts = FrameCounts()
     """Frames that were read back from the trajectory memory, and copies of frames."""
-    curriculum: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the curricula; empty without one."""
 
     def __add__(self, later: RolloutSummary) -> RolloutSummary:
         """The summary of both parts."""

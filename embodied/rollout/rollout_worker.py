@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.curricula import Curricula
 from embodied.devices import Affinity
 from embodied.errors import CheckpointError
 from embodied.learning.offload import Switch
@@ -46,7 +45,7 @@ TASK_BITS = 44
 
 
 class RolloutWorker:
-    """A farm, the trajectory memory, and the state of curricula."""
+    """A farm, and the trajectory memory that it fills."""
 
     makes: ClassVar[frozenset[str]] = frozenset({"trajectories", "episodes"})
     """Contents that an edge from here may carry."""
@@ -67,12 +66,6 @@ class RolloutWorker:
         """[B] the number of each environment's task, where there are several."""
         if len(farm.specs) > 1:
             self._task = torch.from_numpy(np.repeat(np.arange(len(farm.specs)), [s.num_envs for s in farm.specs]))
-        self._curricula = Curricula(
-            [spec.task.name for spec in farm.specs],
-            [spec.episodes.starts for spec in farm.specs],
-            share=settings.curriculum,
-            task_share=settings.task_curriculum,
-        )
         self._trajectories: Trajectories | None = None
         self._episode = 0
         """The number of the iteration's first episodes, where rollouts are of whole episodes."""
@@ -111,20 +104,17 @@ class RolloutWorker:
                 if self.farm.infos[task].inexact:  # the next episodes begin
                     mine = slice(first, self._loop.offsets[task + 1])
                     sums.total[mine], sums.solved[mine], sums.length[mine] = 0, False, 0
-            self._curricula.load(snapshot)
-        self._draw_starts()
         for group in self._loop.groups:
             self._loop.reset(group)
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """State of the environments and curricula, for `begin` of a later worker."""
+        """State of the environments, for `begin` of a later worker."""
         found = self.farm.snapshot()
         for task, first in enumerate(self._loop.offsets[:-1]):
             mine, prefix = slice(first, self._loop.offsets[task + 1]), _prefix(task)
             found[f"{prefix}episode_return"] = self._loop.sums.total[mine].copy()
             found[f"{prefix}episode_solved"] = self._loop.sums.solved[mine].copy()
-        self._curricula.count()
-        return found | self._curricula.state()
+        return found
 
     def unload_renderers(self, deadline_s: float) -> Switch:
         """Free the memory of the farm's renderers and scene replicas; `load_renderers` before the next rollout."""
@@ -139,21 +129,18 @@ class RolloutWorker:
     # --- rollouts
 
     def rollout(self, decisions: int, deadline_s: float = 600.0) -> RolloutSummary:
-        """Roll out `decisions` decisions of every environment, or fewer where a curriculum over tasks says so;
-        `trajectories` returns them.
+        """Roll out `decisions` decisions of every environment; `trajectories` returns them.
 
         Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
         rollout begins with them.
         """
         with self._affinity.applied():
             begin = self._begin_rollout()
-            self._draw_starts()
-            counts = self._curricula.decisions(decisions)
             for group in self._loop.groups:
                 group.decisions, group.decided = [], 0
             self._loop.serve(
-                lambda group, seen: len(group.decisions) >= counts[group.task],
-                lambda group, seen: len(group.decisions) < counts[group.task],
+                lambda group, seen: len(group.decisions) >= decisions,
+                lambda group, seen: len(group.decisions) < decisions,
                 deadline_s,
             )
             mark = time.monotonic_ns()
@@ -174,7 +161,6 @@ class RolloutWorker:
         with self._affinity.applied():
             begin = self._begin_rollout()
             if part.start == 0:
-                self._draw_starts()
                 self._episode += self._rolled
                 for group in self._loop.groups:
                     group.decisions = [d for d in group.decisions if (d.episode[d.active] >= self._episode).any()]
@@ -247,12 +233,6 @@ class RolloutWorker:
         rows = np.concatenate([group.flat(group.row, self._loop.width) for group in self._loop.groups])[order]
         return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
 
-    def _draw_starts(self) -> None:
-        """Draw the starts of an iteration's episodes by the outcomes of all before."""
-        self._curricula.count()
-        for task, shares in enumerate(self._curricula.shares()):
-            self.farm.draw_starts(task, shares)
-
     def _begin_rollout(self) -> int:
         self._loop.begin()
         self._counted = self._loop.frames()
@@ -268,11 +248,7 @@ class RolloutWorker:
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
         spans, frames = tuple(self._loop.spans), self._loop.frames() - self._counted
-        figures = self._curricula.figures()
-        self._curricula.note(ended)
-        return RolloutSummary(
-            steps, self._loop.policy.version, tuple(ended), clock, wall_s, spans, wired, frames, figures
-        )
+        return RolloutSummary(steps, self._loop.policy.version, tuple(ended), clock, wall_s, spans, wired, frames)
 
 
 def _ended(group: EnvironmentGroup, seen: Observations, episode: int, first: int, last: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodied.algorithms import controls, curricula
+from embodied.algorithms import controls
 from embodied.evaluation import result_metrics
 from embodied.execution import learner_ranks, rollouts, run_workers
 from embodied.learning import learner, update
@@ -14,7 +14,6 @@ TRAINING = (
     *checkpoints.METRICS,
     *run_workers.METRICS,
     *rollouts.METRICS,
-    *curricula.METRICS,
     *update.METRICS,
     *controls.METRICS,
     *learner.METRICS,

@@ -74,7 +74,6 @@ def iteration_row(
         "wall_s": position.wall_s,
         "env/episodes": len(episodes),
         **(_success(config, position, summary) if has_success else {}),
-        **summary.curriculum,
         "env/return": float(np.mean(returns)) if returns else nothing,
         "env/return_recent": _mean_of_recent(position.recent_returns),
         "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,

@@ -26,7 +26,7 @@ from embodied.run.saved_settings import recorded_settings
 from embodied.training.first_checks import nothing_to_learn
 from embodied.training.fitting import check_fits
 from embodied.training.selection import selection_protocol
-from embodied.workflows.checks import check_starts, check_task_curriculum
+from embodied.workflows.checks import check_starts
 from embodied.workflows.context import task_spec
 from embodied.workflows.conventions import check_alike, check_checkpoint, notes_on
 from embodied.workflows.recipes import recipe_of
@@ -52,7 +52,6 @@ def check_run(config: Config) -> None:
     check_components(config)
     check_policy(config)
     check_starts(config)
-    check_task_curriculum(config)
     for task in tasks_of(config):
         check_task(task.env.task)
         _check_problems(task, task.env.task)

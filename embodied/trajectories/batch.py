@@ -19,7 +19,7 @@ from torch import Tensor
 from embodied.trajectories.memory import CPU, FrameReader, RemoteFrames, TrajectoryMemory
 from policies.contract import Inputs
 from sim_farm.client.observations import FinalObservations, Observations
-from sim_farm.episodes import ANY, Episodes
+from sim_farm.episodes import Episodes
 
 
 class Decisions(Protocol):
@@ -362,8 +362,6 @@ class EndedEpisode:
     length: int
     """Env steps."""
     task: int = 0
-    start: int = ANY
-    """Which of its task's starts it began from; `ANY` where none was drawn."""
     truncated: bool = False
     """The step limit ended it, before the task did."""
     fault: str = ""
@@ -400,11 +398,11 @@ class EpisodeSums:
         ended = []
         over = seen.terminated | seen.truncated
         for row in sorted(np.flatnonzero(over).tolist(), key=lambda row: columns[row]):
-            env, start = int(columns[row]), int(seen.last_start[row])
+            env = int(columns[row])
             total, length = float(self.total[env]), int(self.length[env])
             solved = bool(self.solved[env]) and math.isfinite(total)
             truncated, fault = bool(seen.truncated[row]), seen.faults.get(row, "")
-            ended.append(EndedEpisode(env, solved, total, length, task, start, truncated, fault))
+            ended.append(EndedEpisode(env, solved, total, length, task, truncated, fault))
             self.total[env] = self.length[env] = 0
             self.solved[env] = False
         return ended

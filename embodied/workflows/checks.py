@@ -95,12 +95,10 @@ def check_measure(config: Config, infos: Sequence[TaskInfo]) -> None:
             f"{without[0]} has no success and is measured by its return, {known[0]} has one: train them in runs of "
             "their own"
         )
-    recipe, rollout, advantage = recipe_of(config), config.rollout, config.advantage
+    recipe, advantage = recipe_of(config), config.advantage
     by_outcome = recipe.estimator in ("group_relative", "reinforce")
     for given, needs, remedy in (
         (config.stop_at_success is not None, "stop_at_success", "set stop_at_return in its place"),
-        (rollout.curriculum > 0, "rollout.curriculum", "set it to 0"),
-        (rollout.task_curriculum > 0, "rollout.task_curriculum", "set it to 0"),
         (by_outcome and advantage.outcome == "success", "advantage.outcome: success", "set it to return"),
         (advantage.keep_rates is not None, "advantage.keep_rates", "leave it away"),
         (recipe.estimator == "binary", f"the workflow {config.workflow}", "set workflow to ppo"),
@@ -110,18 +108,13 @@ def check_measure(config: Config, infos: Sequence[TaskInfo]) -> None:
 
 
 def check_starts(config: Config) -> None:
-    """Raise `UserError` where episodes of a task would begin in two ways, or a curriculum has nothing to draw from."""
+    """Raise `UserError` where episodes of a task would begin in two ways."""
     for task in tasks_of(config):
         env = task.env
         if env.recorded_starts and env.start_seeds:
             raise UserError(
                 f"{env.task}: env.init_states is {env.init_states} and env.start_seeds {env.start_seeds}; episodes "
                 "begin from recorded initial states or from a number of seeds: set one of them to 0"
-            )
-        if config.rollout.curriculum and not env.recorded_starts and not env.start_seeds:
-            raise UserError(
-                f"rollout.curriculum is {config.rollout.curriculum}, and the episodes of {env.task} begin from seeds "
-                "of their own: set env.start_seeds (256, for example) or env.init_states, or rollout.curriculum to 0"
             )
 
 
@@ -134,21 +127,6 @@ def check_recorded_starts(config: Config, info: TaskInfo) -> None:
         raise UserError(
             f"{config.env.task}: env.init_states is {config.env.init_states}, and the task's recorded initial states "
             f"are {there}: set env.init_states to {info.init_states} or less, or to ranges within them"
-        )
-
-
-def check_task_curriculum(config: Config) -> None:
-    """Raise `UserError` where a curriculum over tasks has nothing to deal out."""
-    share, tasks = config.rollout.task_curriculum, tasks_of(config)
-    if share and len(tasks) == 1:
-        raise UserError(
-            f"rollout.task_curriculum is {share}, and {tasks[0].env.task} is the run's one task: name others in "
-            "extra_tasks, or set rollout.task_curriculum to 0"
-        )
-    if share and recipe_of(config).rollout == "episodes":
-        raise UserError(
-            f"rollout.task_curriculum is {share}, and the workflow {config.workflow} rolls out whole episodes, as "
-            "many of every environment: set it to 0 (rollout.curriculum draws their starts), or workflow to ppo"
         )
 
 

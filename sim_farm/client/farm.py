@@ -35,7 +35,7 @@ from sim_farm.client.task_farm import (
     without_episodes_under_way,
 )
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo
-from sim_farm.episodes import ANY, Float64
+from sim_farm.episodes import ANY
 from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory, nbytes_of
 from sim_farm.shared_memory.memory import Block, require, size_of
 from sim_farm.shared_memory.slot_layout import BELL, FarmSpec, WorkerMemory, slot_fields
@@ -313,14 +313,6 @@ class Farm:
             if any(group.state is GroupState.SUBMITTED for group in each.groups):
                 raise GroupError("collect every group before moving the limit of episodes")
             each.slots["limit"][:] = episodes
-
-    def draw_starts(self, task: int, shares: Float64 | None) -> None:
-        """From now on, draw the starts of a task's episodes with these shares [S], which need not add up to one; None:
-        as its `Episodes` do by themselves. Episodes under way keep theirs.
-
-        Raises `FarmError` for shares of another number, or below 0.
-        """
-        self.tasks[task].draw_starts(shares)
 
     # --- renderers
 

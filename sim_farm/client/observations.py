@@ -88,10 +88,8 @@ class Observations:
     episode_step: Int
     """[B] env steps of that episode so far."""
     start: Int
-    """[B] which of its task's starts that episode began from; -1 where the client draws none (`Farm.draw_starts`).
-    Unspecified where no episode is left."""
-    last_start: Int
-    """[B] the same of the episode in which the last chunk was executed; after `look`, as `start`."""
+    """[B] the seed that the client gave that episode (`SeededEpisodes`), else -1. Unspecified where no episode is
+    left."""
     steps: Int
     """[B] env steps executed of the last chunk."""
     reward: Float32
@@ -141,7 +139,6 @@ def read(slots: Slots, group: GroupSlots, info: TaskInfo, memory: FrameMemory | 
         episode=episode,
         episode_step=episode_step,
         start=group.get("start"),
-        last_start=group.get("base_start"),
         steps=steps,
         reward=reward,
         success=group.get("success"),

@@ -16,7 +16,7 @@ from sim_farm.catalogue import exact_split
 from sim_farm.client import health
 from sim_farm.client.observations import Int, Observations, read
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec
-from sim_farm.episodes import ANY, Float64
+from sim_farm.episodes import ANY
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
 from sim_farm.shared_memory.slot_layout import FINAL_FRAMES, FarmSpec, GroupSlots, WorkerMemory
@@ -62,9 +62,6 @@ class Group:
         self._workers = sorted({task.spec.worker_of(env) for env in self.envs.tolist()})
         self._ticket = 0
         self._own_rows = first_row + self.envs
-        nothing = np.empty(0, np.int64)
-        self._draw: tuple[Float64 | None, Int, Int] = None, nothing, nothing
-        """Shares by which starts were drawn last, the numbers of these episodes, and their starts."""
 
     def reset(self, rows: Int | None) -> None:
         """See `Farm.reset`."""
@@ -72,11 +69,6 @@ class Group:
             raise GroupError(f"group {self.number} is submitted; collect it before a reset")
         self._require_renderers()
         self._place_frames(rows, None, ends=False)
-        slots = self._slots
-        begun, fresh = slots.get("base_start"), slots.get("base_step") == 0
-        # What was executed in an episode belongs to the start that it began from, drawn or not.
-        drawn = self._drawn(slots.get("base_episode"))
-        slots.put("base_start", np.where((begun == ANY) & fresh, drawn, begun))
         self._request(slot_layout.RESET)
 
     def submit(self, actions: Float32, rows: Int | None, final_rows: Int | None, next_seeds: Int | None = None) -> None:
@@ -86,9 +78,7 @@ class Group:
         self._require_renderers()
         self._put_actions(actions)
         self._place_frames(rows, final_rows, ends=self.task.spec.final_frames != "never")
-        slots = self._slots
-        drawn = self._drawn(slots.get("base_episode") + 1) if next_seeds is None else next_seeds
-        slots.put("next_start", drawn)
+        self._slots.put("next_start", np.full(len(self.envs), ANY) if next_seeds is None else next_seeds)
         self._request(slot_layout.STEP)
 
     def begin(self, which: Bool, seeds: Int, actions: Float32 | None) -> None:
@@ -174,19 +164,6 @@ class Group:
         self.state = GroupState.SUBMITTED
         self.task.ring(self._workers)
 
-    def _drawn(self, episode: Int) -> Int:
-        """[B] the starts of those episodes of the group's environments, under the present shares."""
-        shares = self.task.start_shares
-        if shares is None:
-            return np.full(len(episode), ANY)
-        shares_then, known, starts = self._draw
-        if shares_then is not shares or not np.array_equal(known, episode):
-            draw = self.task.spec.episodes.draw_start
-            pairs = zip(self.envs.tolist(), episode.tolist(), strict=True)
-            starts = np.array([draw(env, number, shares) for env, number in pairs])
-            self._draw = shares, episode, starts
-        return starts
-
     def _place_frames(self, rows: Int | None, final_rows: Int | None, ends: bool) -> None:
         """Choose the rows of the next observations and, if an episode's end may be drawn, of the final ones."""
         if self.task.memory.frames is None:
@@ -229,8 +206,6 @@ class TaskFarm:
         self.slots = memory.slots.arrays
         """See `slot_layout`."""
         self.groups = tuple(Group(self, i, first_group + i, first_row) for i in range(spec.groups))
-        self.start_shares: Float64 | None = None
-        """[S] shares by which the starts of episodes are drawn (`draw_starts`)."""
         self._bells = [Doorbell(self.slots["bells"], worker) for worker in range(spec.workers)]
         self._several = several
 
@@ -247,17 +222,6 @@ class TaskFarm:
             core = cores[index % len(cores)] if cores else None
             setup = WorkerSetup(spec, self.info, index, self.memory.address, core, self._several)
             self.handles.append(host.launch(setup, self.memory))
-
-    def draw_starts(self, shares: Float64 | None) -> None:
-        """See `Farm.draw_starts`."""
-        starts = self.spec.episodes.starts
-        if shares is not None and (
-            shares.shape != (starts,) or not np.isfinite(shares).all() or shares.min() < 0 or not shares.sum() > 0
-        ):
-            raise FarmError(
-                f"{self.spec.task.name} begins from {starts} starts: their shares are as many numbers from 0, not all 0"
-            )
-        self.start_shares = None if shares is None else np.cumsum(shares)
 
     # --- renderers
 

@@ -57,7 +57,6 @@ def drive(
     trace: Trace = {env: [] for env in range(farm.specs[0].num_envs)}
     groups = range(farm.groups)
     if reset:
-        draw(farm)
         for group in groups:
             farm.reset(group)
         for group in groups:
@@ -68,13 +67,6 @@ def drive(
         for group in groups:
             append(trace, farm.collect(group, deadline_s))
     return trace
-
-
-def draw(farm: Farm) -> None:
-    """Draw later starts more often, where the farm's episodes begin from a number of them."""
-    starts = farm.specs[0].episodes.starts
-    if starts:
-        farm.draw_starts(0, np.arange(1.0, starts + 1))
 
 
 def actions_for(farm: Farm, group: int, number: int, policy: Policy = mixed_policy) -> np.ndarray:

@@ -31,7 +31,7 @@ from sim_farm.shared_memory.memory import FOLDER
 from sim_farm.shared_memory.slot_layout import FAILED, WAITING, WORKING, FarmSpec, WorkerMemory
 from sim_farm.workers.hosts import InProcess, WorkerHandle, make_worker
 from sim_farm.workers.worker import Worker, WorkerSetup
-from tests.sim_farm.driving import Trace, actions_for, append, assert_same, draw, drive, run
+from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)
 ENDLESS = FarmSpec(REACH, EndlessEpisodes(2), num_envs=2, chunk=3, final_frames="ended")
@@ -70,8 +70,6 @@ EACH = pytest.mark.parametrize(
 
 def request(farm: Farm, number: int) -> None:
     """Begin with the reset (-1) or go on with chunk `number`."""
-    if number < 0:
-        draw(farm)
     for group in range(farm.groups):
         if number < 0:
             farm.reset(group)

@@ -118,7 +118,6 @@ def test_two_such_policies_are_not_compared_by_success(trained: tuple[dict[str, 
     ("changes", "message"),
     [
         ({"stop_at_success": 0.9}, "stop_at_success is about; .*: set stop_at_return in its place"),
-        ({"rollout": {"curriculum": 0.5}}, "rollout.curriculum is about; .*: set it to 0"),
         ({"workflow": "grpo"}, "advantage.outcome: success is about; .*: set it to return"),
         ({"workflow": "stepnft"}, "the workflow stepnft is about; .*: set workflow to ppo"),
     ],

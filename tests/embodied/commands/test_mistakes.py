@@ -91,7 +91,7 @@ def test_every_verb_says_it(verb: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_share_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "train", "reach", "--stop-at-success", "95")
     assert "stop_at_success: it should be at most 1 (got 95.0); 95% is 0.95" in said
-    for key, given in {"sft.holdout": 10, "advantage.lam": "95", "loss.clip": 20, "rollout.curriculum": 50}.items():
+    for key, given in {"sft.holdout": 10, "advantage.lam": "95", "loss.clip": 20}.items():
         section, _, name = key.partition(".")
         with pytest.raises(UserError, match=rf"{key}: it should be .* 1 \(got .*\); {given}% is "):
             parse_config({section: {name: given}}, "own.yaml")

@@ -100,8 +100,6 @@ def test_every_plan_computes_what_one_process_computes(
 ) -> None:
     found = run(STATES, ray, PLANS[name], tmp_path / "ray")
     assert_was_a_test(found)
-    assert {episode.start for one in found.iterations for episode in one.summary.episodes} <= set(range(6))
-    assert 1 <= found.iterations[-1].summary.curriculum["curriculum/effective_starts"] < 6, "all were drawn evenly"
     assert_equal(found, reference(STATES, PLANS[name]))
 
 

@@ -16,7 +16,6 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from embodied.algorithms.controls import Controls
-from embodied.algorithms.curricula import SuccessCounts
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.run import checkpoint
@@ -92,7 +91,7 @@ def folder(farm: Farm, tmp_path: Path) -> Path:
     policy = make_policy()
     optimizer = make_optimizer(policy)
     step(policy, optimizer)
-    environments = farm.snapshot() | {"start_tried": np.ones(4), "start_solved": np.ones(4)}
+    environments = farm.snapshot()
     assert environments["base_step"].all()
     state = RunState(3, 384, 1.5, (True, False), "rl", {"lr_share": 0.5, "return_mean": -1.0})
     return checkpoint.write(tmp_path / "checkpoints", state, policy, optimizer, environments)
@@ -109,7 +108,6 @@ def read_all(folder: Path, farm: Farm) -> None:
     Controls.read(state.controls, Config())
     environments = checkpoint.read_environments(folder)
     farm.restore(environments)
-    SuccessCounts(4, 0.9, "start").load(environments)
     step(policy, optimizer)
     for tensor in policy.state_dict().values():
         assert tensor.isfinite().all(), "it was taken and is of no use"
@@ -248,8 +246,6 @@ def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:
         ("base_start", lambda a: changed(a, 0, -2), "base_start of environment 0 is -2"),
         ("history", lambda a: changed(a, (1, 3, 0), np.nan), "history of environment 1 has no finite .* step 3"),
         ("history", lambda a: a[:, :-1], "history of tabletop/reach has shape"),
-        ("start_solved", lambda a: a * 2, "counts of starts cannot be"),
-        ("start_tried", lambda a: a * np.nan, "counts of starts cannot be"),
     ],
     ids=lambda one: one[:30] if isinstance(one, str) else "",
 )  # fmt: skip

@@ -66,7 +66,7 @@ STATES: dict[str, Any] = {
     "iterations": ITERATIONS,
     "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
-    "rollout": {"decisions": 12, "curriculum": 0.5},
+    "rollout": {"decisions": 12},
     "optim": {"epochs": 2, "minibatch": 16, "policy_lr": 3e-3, "value_lr": 3e-3},
     "runtime": {"deadline_s": 120},
 }
@@ -84,7 +84,7 @@ IMAGES: dict[str, Any] = {
 GROUPS: dict[str, Any] = {
     **STATES,
     "workflow": f"{__name__}:KEPT_GRPO",
-    "rollout": {"episode_group": 2, "episodes_per_env": 2, "curriculum": 0.5},
+    "rollout": {"episode_group": 2, "episodes_per_env": 2},
     "advantage": {"outcome": "return"},
     "optim": {**STATES["optim"], "epochs": 1, "minibatch": 0, "value_lr": 3e-4},
 }

@@ -19,12 +19,12 @@ ROOT = Path(__file__).parents[3]
 SEVERAL: dict[str, Any] = {
     "extra_tasks": [{"task": "tabletop/reach_blue"}],
     "env": {"task": "tabletop/reach_red", "num_envs": 2, "max_episode_steps": 4, "start_seeds": 2},
-    "rollout": {"decisions": 4, "curriculum": 0.5, "task_curriculum": 0.5},
+    "rollout": {"decisions": 4},
     "advantage": {"normalise_returns": True},
     "loss": {"entropy_target": 1.0, "entropy_coef": 0.01},
     "eval": {"episodes": 2, "every": 1, "every_episodes": 2, "videos": 0},
 }
-"""Two tasks, curricula, adaptive coefficients and evaluations during training."""
+"""Two tasks, adaptive coefficients and evaluations during training."""
 
 
 def test_a_training_run_has_declared_names_alone(tmp_path: Path) -> None:
