@@ -328,7 +328,7 @@ def _run_episodes(
                 worker.call(Evaluator.begin, task, sizes, reach)
             recovery.serving(len(folder.outcomes))
             _run_task(worker, folder, len(left), title, worker.deadline.inner().seconds)
-            for lost in session.runtime.take_replaced():
+            for lost in session.runtime.host.take_replaced():
                 _say(recovery.note_replaced(lost, len(folder.outcomes)))
         done += len(left)
     if worker is None:

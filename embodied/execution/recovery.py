@@ -1,7 +1,7 @@
 """Recovery of a run or an evaluation that has lost a worker: it goes on, or it ends with the reason.
 
 A run goes on from its newest checkpoint, an evaluation with the episodes that are left. Its workers but those of the
-farm are supervised as one (`embodied.runtime.supervision`): they are built again together, and serve once they have the
+farm are supervised as one (`sim_farm.workers.supervision`): they are built again together, and serve once they have the
 checkpoint's weights. What is computed again is the same, bit for bit, as what was lost. A loss is a line of
 faults.jsonl, also that of a farm's worker, which the runtime has replaced by itself.
 """
@@ -21,10 +21,10 @@ from embodied.execution.session import Session
 from embodied.files import Lines
 from embodied.reporting.live import tell
 from embodied.runtime.api import RuntimeLost
-from embodied.runtime.supervision import Event, Replaced, State, Supervised
 from policies.errors import PolicyError
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
+from sim_farm.workers.supervision import Event, Replaced, State, Supervised
 
 R = TypeVar("R")
 
@@ -110,7 +110,7 @@ def until_done(work: Callable[[], R], recovery: Recovery, session: Session, done
         try:
             return work()
         except Exception as error:
-            for lost in session.runtime.take_replaced():
+            for lost in session.runtime.host.take_replaced():
                 tell(recovery.note_replaced(lost, done()))
             if session.config.runtime.mode == "inline" or not recovery.goes_on(error, done()):
                 raise

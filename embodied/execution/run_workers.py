@@ -163,9 +163,8 @@ def start_workers(
     specs = run_specs(config, assignment)
     check_replicas(config, assignment, sum(spec.groups for spec in specs))
     check_ranks(config, ranks_of(config, assignment))
-    session.runtime.prepare(processes_here(config, assignment))
     rows = partial(frame_rows, config, assignment.ahead)
-    with session.farm(specs, assignment.farms, rows) as farm:
+    with session.farm(specs, assignment.farms, rows, processes_here(config, assignment)) as farm:
         base = _context(config, run_dir, farm, assignment)
         learner = start_ranks(session, recipe.learner, base, assignment)
         # Ranks that hold shards have no policy to share with workers in their processes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,8 @@ from sim_farm.workers import faults
 
 @dataclass(frozen=True)
 class Session:
-    """A started runtime and its farm's host."""
+    """A runtime, and the farms on it. Ray is started when the first farm of a run is being built; before that, the
+    runtime's `host` answers what a simulator says of a task (`describe`)."""
 
     config: Config
     runtime: Runtime
@@ -36,6 +38,8 @@ class Session:
     @property
     def nodes(self) -> dict[str, str]:
         """Ids of the cluster's machines by name and by address; '' for this one."""
+        if self.config.runtime.address == "local":
+            return {} if self.config.runtime.mode == "inline" else {socket.gethostname(): "", "127.0.0.1": ""}
         found: dict[str, str] = {}
         for node in self.runtime.nodes():
             ident = "" if node.is_here else node.id
@@ -48,20 +52,27 @@ class Session:
         specs: FarmSpec | Sequence[FarmSpec],
         assignments: Sequence[FarmAssignment] = (),
         frame_rows: Callable[[tuple[TaskInfo, ...]], int] | None = None,
+        workers: int = 1,
     ) -> Iterator[Farm]:
         """A farm with all its environments built; its workers and memory are gone when the block ends.
 
-        `assignments` of each task; none: as configured, for as many workers as the farm has.
+        `assignments` of each task; none: as configured, for as many workers as the farm has. Meanwhile the processes of
+        so many `workers` of the runtime are started, which the block will need.
         """
         specs = (specs,) if isinstance(specs, FarmSpec) else tuple(specs)
         placed = assignments or [self._configured(spec) for spec in specs]
         hosts = [
-            self.runtime.farm_host(spec.physics_workers, spec.render_workers, place.physics_nodes, spec.devices)
-            for spec, place in zip(specs, placed, strict=True)
+            self.runtime.far_host(place.physics_nodes) if any(place.physics_nodes) else self.runtime.host
+            for place in placed
         ]
         cores = () if self.config.runtime.mode == "inline" else tuple(place.cores for place in placed)
         farm = Farm.create(specs, hosts, cores, frame_rows)
         try:
+            if workers and not self.runtime.started:
+                with steps("Starting Ray", None):
+                    self.runtime.prepare(workers)
+            else:
+                self.runtime.prepare(workers)
             _await_built(farm, self.runtime)
             yield farm
         finally:
@@ -79,7 +90,7 @@ class Session:
 
 @contextmanager
 def open_session(config: Config) -> Iterator[Session]:
-    """Start the runtime that the configuration names; whatever happens in the block, no worker outlives it.
+    """The runtime that the configuration names; whatever happens in the block, no worker outlives it.
 
     Raises `UserError` where the policy's device is not there, or the faults to be injected cannot be read: workers
     would say so too, but only after minutes.
@@ -97,8 +108,7 @@ def open_session(config: Config) -> Iterator[Session]:
     else:
         from embodied.runtime.ray.runtime import RayRuntime
 
-        with steps("Starting Ray", None):
-            runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s, config.runtime.worker_gb)
+        runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s, config.runtime.worker_gb)
     try:
         yield Session(config, runtime, cores)
     finally:

@@ -30,7 +30,8 @@ def run_cluster(session: Session) -> Cluster:
     """
     device = session.config.policy.device
     here = local_cluster(len(session.cores), device)
-    others = [node for node in session.runtime.nodes() if not node.is_here and node.cores]
+    nodes = () if session.config.runtime.address == "local" else session.runtime.nodes()
+    others = [node for node in nodes if not node.is_here and node.cores]
     if not others:
         return here
     link, home = session.runtime.link(), here.nodes[0]

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.handles import Handle, WorkerGroup, naming, rank_names
-from embodied.runtime.supervision import Deadline, Replaced
 from sim_farm.client.farm import WorkerFailed
-from sim_farm.render_devices import RenderDevice
 from sim_farm.workers.hosts import Host, InProcess
 
 T = TypeVar("T")
@@ -84,17 +83,19 @@ class Runtime(Protocol):
         """Deadline of a call of a worker. Its `inner` is for what a worker waits for: its farm."""
         ...
 
-    def farm_host(
-        self,
-        physics_workers: int,
-        render_workers: int,
-        physics_nodes: tuple[str, ...] = (),
-        devices: tuple[RenderDevice, ...] = (),
-    ) -> Host:
-        """A host for the workers of one task of a farm. It serves no other task until the farm is closed.
+    @property
+    def started(self) -> bool:
+        """True once Ray runs, or where it is not needed."""
+        ...
 
-        `devices` are the farm's: a process draws on one, and serves no farm later that draws on others.
-        """
+    @property
+    def host(self) -> Host:
+        """Starts the physics and render workers of this machine; no other process is needed for it."""
+        ...
+
+    def far_host(self, physics_nodes: Sequence[str]) -> Host:
+        """A host for one task of a farm whose physics worker i is on the node with the id `physics_nodes[i]` ('': this
+        one); the others are `host`'s. Raises `FarmError` for a node that is not there."""
         ...
 
     def nodes(self) -> tuple[NodeInfo, ...]:
@@ -139,17 +140,13 @@ class Runtime(Protocol):
         """
         ...
 
-    def take_replaced(self) -> list[Replaced]:
-        """Farm workers that were lost and serve again, since the last call."""
-        ...
-
     def too_large(self) -> Exception | None:
         """The error of a worker outside the farm whose process uses more memory than its limit; None if there is none.
         The process ends with `end_workers`. Processes on other machines are not checked."""
         ...
 
     def end_workers(self) -> None:
-        """End every started worker, within seconds, even a busy one; the farm's hosts stay."""
+        """End every started worker, within seconds, even a busy one; the farm's stay."""
         ...
 
     def close(self) -> None:
@@ -199,16 +196,10 @@ class InlineRuntime:
     """Workers are objects in this process and run when they are called, in order; for debugging. See `Runtime`."""
 
     def __init__(self, deadline_s: float) -> None:
-        self.deadline = Deadline(deadline_s)
+        self.deadline, self.host, self.started = Deadline(deadline_s), InProcess(), True
 
-    def farm_host(
-        self,
-        physics_workers: int,
-        render_workers: int,
-        physics_nodes: tuple[str, ...] = (),
-        devices: tuple[RenderDevice, ...] = (),
-    ) -> Host:
-        return InProcess()
+    def far_host(self, physics_nodes: Sequence[str]) -> Host:
+        return self.host  # there is no other machine
 
     def nodes(self) -> tuple[NodeInfo, ...]:
         return ()
@@ -247,9 +238,6 @@ class InlineRuntime:
             with naming(mine, name):
                 handles.append(self.start(mine, make, *its_args))
         return WorkerGroup(name, tuple(handles))
-
-    def take_replaced(self) -> list[Replaced]:
-        return []
 
     def end_workers(self) -> None:
         return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from embodied.errors import PeerFailed
-from embodied.runtime.supervision import Deadline
+from embodied.runtime.deadlines import Deadline
 from sim_farm.client.farm import WorkerTimeout
 
 T = TypeVar("T")

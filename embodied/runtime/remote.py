@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import sim_farm
-from embodied.runtime.supervision import Deadline, Wait
+from embodied.runtime.deadlines import Deadline, Wait
 from sim_farm.client.farm import WorkerTimeout
 from sim_farm.contract import FarmError, TaskInfo
 from sim_farm.shared_memory import slot_layout

@@ -215,7 +215,7 @@ class _Loop:
 
     def note_replaced(self, say: Callable[[str], None]) -> None:
         """Record the farm's workers that were replaced, and print each with `say`."""
-        for lost in self._runtime.take_replaced():
+        for lost in self._runtime.host.take_replaced():
             say(self._recovery.note_replaced(lost, self.position.iteration))
 
     def run(self, progress: Progress, watch: Watch | None) -> Move | None:

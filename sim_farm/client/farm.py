@@ -123,6 +123,8 @@ class Farm:
         check_lengths(len(specs), hosts, cores)
         for spec in specs:
             check_spec(spec)
+        for each in dict.fromkeys(hosts):
+            each.prepare([spec for spec, its in zip(specs, hosts, strict=True) if its is each])
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
         check_alike(infos)
         rows = frame_rows(infos) if callable(frame_rows) else frame_rows

@@ -21,6 +21,7 @@ from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
 from sim_farm.shared_memory.slot_layout import FINAL_FRAMES, FarmSpec, GroupSlots, WorkerMemory
 from sim_farm.workers.hosts import Host, WorkerHandle
+from sim_farm.workers.supervision import WorkerFailed
 from sim_farm.workers.worker import WorkerSetup
 
 RENDERER_START_S = 120.0
@@ -39,10 +40,6 @@ class GroupError(FarmError):
 
 class WorkerTimeout(FarmError):
     """A worker did not answer within the deadline."""
-
-
-class WorkerFailed(FarmError):
-    """A worker met an error of its own and ended."""
 
 
 # --- groups of environments

@@ -41,7 +41,8 @@ Shown = Literal["state", "proprio", "frames"]
 Batch = Any
 """Observations of B environments: an array [B, ...], or a dict of such arrays where frames are observed."""
 DEADLINE_S = 300.0
-"""Longest time without progress of a worker, after which a step or a reset gives up."""
+"""Longest time without progress of a worker, after which a step or a reset gives up; a worker is replaced after half of
+it."""
 
 
 def vector_env(
@@ -89,7 +90,7 @@ def vector_env(
     processes = _most_workers(num_envs) if workers is None else workers
     farm_spec = FarmSpec(spec, SeededEpisodes(), num_envs, physics_workers=processes, final_frames="ended")
     check_spec(farm_spec)
-    host = Processes(processes)
+    host = Processes(DEADLINE_S, DEADLINE_S / 2)
     try:
         farm = Farm.create(farm_spec, host)
         _check_shown(farm.infos[0], observations)
@@ -142,7 +143,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         self._begun: Bool | None = None
         """[B] environments that began an episode at the last reset or step; None before the first reset."""
         # Also when this is collected as garbage, and at the interpreter's end.
-        self._end = weakref.finalize(self, farm.close)
+        self._end = weakref.finalize(self, _close, farm, host)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -338,6 +339,11 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
     def _check_open(self) -> None:
         if self.closed:
             raise FarmError("these environments are closed; make others with sim_farm.vector_env")
+
+
+def _close(farm: Farm, host: Processes) -> None:
+    farm.close()
+    host.close()
 
 
 def _action_space(info: TaskInfo) -> gymnasium.Space[Any]:

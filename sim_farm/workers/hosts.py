@@ -1,15 +1,18 @@
-"""Hosts make the workers of a farm, in this process or in others. The farm calls them through handles."""
+"""Hosts make the workers of a farm, in this process or in others (`processes.Processes`). The farm calls them through
+handles."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
-from sim_farm.shared_memory.slot_layout import WorkerMemory
+from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory
 from sim_farm.workers.physics_worker import PhysicsWorker
 from sim_farm.workers.render_worker import RenderWorker
+from sim_farm.workers.supervision import Replaced
 from sim_farm.workers.worker import Worker, WorkerSetup
 
 
@@ -26,10 +29,14 @@ class WorkerHandle(Protocol):
 
 
 class Host(Protocol):
-    """Hosts start workers: in this process, or in Ray actors."""
+    """Hosts start workers, and replace those that are lost."""
 
     shared: bool
     """True if what the workers read and write must be in shared memory."""
+
+    def prepare(self, specs: Sequence[FarmSpec]) -> None:
+        """Have the processes of a farm import their simulators, and wait for none."""
+        ...
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         """The task's sizes, from a simulator."""
@@ -39,11 +46,27 @@ class Host(Protocol):
         """Start the worker. `memory` is what `setup.memory` leads to in another process."""
         ...
 
+    def watch(self) -> None:
+        """Replace workers that died or hang; call it while you wait for a farm. Raises `WorkerFailed` for one that is
+        given up."""
+        ...
+
+    def take_replaced(self) -> list[Replaced]:
+        """Workers that were lost and serve again, since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End whatever was started."""
+        ...
+
 
 class InProcess:
     """Workers in the caller's process: a ring runs them, in order. For debugging and for small things."""
 
     shared = False
+
+    def prepare(self, specs: Sequence[FarmSpec]) -> None:
+        """Everything is imported here anyway."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         physics = make_physics(task)
@@ -56,6 +79,15 @@ class InProcess:
         worker = make_worker(setup, memory)
         worker.build()
         return _LocalHandle(worker)
+
+    def watch(self) -> None:
+        """No worker dies apart from this process."""
+
+    def take_replaced(self) -> list[Replaced]:
+        return []
+
+    def close(self) -> None:
+        """Workers end with their farm."""
 
 
 @dataclass(frozen=True)

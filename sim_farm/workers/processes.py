@@ -1,179 +1,329 @@
-"""A host whose workers are processes of this machine, started without Ray.
+"""A host whose workers are processes of this machine.
 
 Each is a new Python (`python -c`, not a fork, and not `multiprocessing`'s spawn: the caller's script is not imported
-again and needs no `if __name__ == "__main__"`). It gets its task and setup through a pipe, and ends when that pipe
-does, however the caller's process ended.
+again and needs no `if __name__ == "__main__"`). It gets its tasks and setups through a pipe, and ends when that pipe
+does, however the caller's process ended. When a farm is closed its processes stay, with the simulator imported, and
+serve the next farm.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
+import queue
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import IO
 
-from sim_farm.client.health import done_by, restarted
+from sim_farm.client.health import done_by, hung, restarted
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
-from sim_farm.registry import BACKENDS
+from sim_farm.registry import BACKENDS, resolve
+from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory import slot_layout
-from sim_farm.shared_memory.memory import Block
-from sim_farm.shared_memory.slot_layout import WorkerMemory
-from sim_farm.workers.hosts import InProcess, WorkerHandle, make_worker
+from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory
+from sim_farm.workers.hosts import InProcess, make_worker
+from sim_farm.workers.supervision import (
+    Event,
+    LimitTooSmall,
+    MemoryChecks,
+    MemoryLimit,
+    Replaced,
+    State,
+    Supervision,
+    WorkerFailed,
+)
 from sim_farm.workers.worker import WorkerSetup
 
 _log = logging.getLogger(__name__)
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
 """A worker is one thread on one core; the last variable is for software rendering (llvmpipe)."""
-MOST_LOSSES = 3
-"""A worker that is lost more often without having done anything in between is given up."""
+LOOK_S = 0.1
+"""Shortest interval of looks at the workers."""
+LAST_WORDS, MOST_OUTPUT = 2000, 2**20
+"""Longest end of what processes have written that a message repeats, and that is kept, in bytes."""
 _PROGRAM = "import sys; from sim_farm.workers.processes import main; main(int(sys.argv[1]))"
-
-
-class LostWorker(FarmError):
-    """A worker's process has ended, and another in its place would too."""
+_BUILDING = (slot_layout.STARTING, slot_layout.BUILDING)
 
 
 class Processes:
-    """See the module's docstring. A farm's workers are `count` processes.
+    """See the module's docstring. One host serves all tasks of any number of farms.
 
-    Call `watch` while you wait for the farm: it replaces workers whose process has ended. The successor finds what it
-    needs in the slots, and replays the episodes.
+    Call `watch` while you wait for a farm. It replaces a worker whose process has ended, one that has work and has made
+    no progress for `silent_s` seconds, and one that uses more memory than `worker_gb`. The successor finds what it
+    needs in the slots, and replays the episodes. The rule is `supervision.Supervision`.
     """
 
     shared = True
 
-    def __init__(self, count: int) -> None:
-        """Starts nothing yet."""
-        self._count = count
-        self._processes: list[_Process] = []
-        self._serving: dict[int, _Serving] = {}
+    def __init__(
+        self, start_s: float, silent_s: float, worker_gb: float | None = None, shows_output: bool = True
+    ) -> None:
+        """Starts nothing yet. A simulator may take `start_s` seconds to describe a task. What processes write is shown
+        in the terminal, or its end only in the message of one that cannot serve."""
+        self.start_s, self.silent_s, self.limit = start_s, silent_s, MemoryLimit(worker_gb)
+        # Opened for appending: the processes share it, and it is emptied when it is long.
+        self._output = None if shows_output else tempfile.TemporaryFile("a+b")  # noqa: SIM115 - for all
+        self._idle: list[_Process] = []
+        self._workers: list[_Worker] = []
+        self._described: dict[TaskSpec, TaskInfo | str] = {}
+        """What the simulators have answered: a task's sizes, or the message of what went wrong."""
+        self._asked: dict[TaskSpec, _Process] = {}
+        self.replaced: list[Replaced] = []
+        """Replacements that `take_replaced` has not returned yet."""
+        self._looked_s = 0.0
+
+    def prepare(self, specs: Sequence[FarmSpec]) -> None:
+        """Start the processes of a farm. They import their simulators and describe the tasks at the same time; waits
+        for none."""
+        unused = list(self._idle)
+        for spec in specs:
+            for number in range(spec.workers if spec.task.cameras else spec.physics_workers):
+                simulator = _simulator(spec.task)
+                process = next((one for one in unused if one.simulator == simulator), None)
+                if process is None:
+                    process = self._start(spec.task)
+                    self._idle.append(process)
+                else:
+                    unused.remove(process)
+                if number == 0:
+                    self._ask(spec.task, process)
 
     def describe(self, task: TaskSpec) -> TaskInfo:
-        """Start the processes, and have them import the simulator at the same time. Raises `FarmError`."""
-        self._processes = [_Process() for _ in range(self._count)]
-        for process in self._processes:
-            process.send(task)
-        return [process.described() for process in self._processes][0]
+        """The task's sizes, from a simulator in a process, which is asked once. Raises `FarmError` with the message of
+        what went wrong there, or where no answer has come within `start_s` seconds."""
+        if task not in self._described and task not in self._asked:
+            mine = [process for process in self._idle if process.simulator == _simulator(task)]
+            if not mine:
+                mine = [self._start(task)]
+                self._idle += mine
+            self._ask(task, mine[0])
+        until = time.monotonic() + self.start_s
+        while task not in self._described:
+            process = self._asked[task]
+            if process.receive(until - time.monotonic()):
+                continue
+            ended = process.end()
+            self._idle = [other for other in self._idle if other is not process]
+            self._asked = {other: one for other, one in self._asked.items() if one is not process}
+            late = f"did not describe its task within {self.start_s:.0f} s" if ended is None else ended
+            raise WorkerFailed(f"a process of {task.name} {late}{self.last_words()}")
+        self._asked.pop(task, None)
+        found = self._described[task]
+        if isinstance(found, str):
+            del self._described[task]
+            raise FarmError(found)
+        return found
 
-    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
-        self._processes[setup.index].send(setup)
-        self._serving[setup.index] = _Serving(setup, memory.slots)
-        return _Handle(self, setup.index)
+    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> _Worker:
+        worker = _Worker(self, setup, memory, self.replaced)
+        self._workers.append(worker)
+        return worker
 
     def watch(self) -> None:
-        """Replace workers whose process has ended. Raises `LostWorker` where that does not help."""
-        for index, serving in self._serving.items():
-            status = self._processes[index].popen.poll()
-            slots = serving.slots.arrays
-            if status is None or not slots or slots["phase"][index] == slot_layout.FAILED:
-                continue  # of one that failed, the farm raises the message
-            why = f"signal {-status}" if status < 0 else f"status {status}"
-            serving.note_loss(done_by(slots, index))
-            name = serving.setup.name
-            if serving.losses > MOST_LOSSES:
-                raise LostWorker(
-                    f"the process of {name} of {serving.setup.spec.task.name} ended {serving.losses} times in a row, "
-                    f"at last by {why}: see what it has written above, the system's log, and whether memory is short "
-                    "(use fewer workers or environments)"
-                )
-            _log.warning("%s", f"the process of {name} has ended ({why}) and is replaced")
-            self._processes[index].close(0.0)
-            restarted(slots, index)
-            self._processes[index] = _Process()
-            self._processes[index].send(serving.setup)
+        """See the class. Raises `WorkerFailed` where a worker is given up, and `LimitTooSmall`."""
+        if time.monotonic() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        if self._output is not None and os.fstat(self._output.fileno()).st_size > MOST_OUTPUT:
+            os.ftruncate(self._output.fileno(), 0)
+        for worker in self._workers:
+            worker.check()
 
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [process.popen.pid for process in self._processes]
-
-    def end(self, index: int, deadline_s: float) -> None:
-        """Wait for the end of a worker that was told to stop, at most `deadline_s`, then end it."""
-        self._processes[index].close(deadline_s)
+    def take_replaced(self) -> list[Replaced]:
+        """Workers that were lost and serve again, since the last call."""
+        found = list(self.replaced)
+        self.replaced.clear()
+        return found
 
     def close(self) -> None:
         """End the processes at once."""
-        for process in self._processes:
-            process.close(0.0)
+        for process in (*self._idle, *(worker.process for worker in self._workers)):
+            process.end()
+        self._idle.clear()
+        self._workers.clear()
+
+    def pids(self) -> list[int]:
+        """Process ids of the workers of the present farms."""
+        return [worker.process.pid for worker in self._workers]
+
+    def last_words(self) -> str:
+        """The end of what processes have written, as the end of a message."""
+        if self._output is None:
+            return "; see what it has written above"
+        size = os.fstat(self._output.fileno()).st_size
+        said = os.pread(self._output.fileno(), LAST_WORDS, max(size - LAST_WORDS, 0)).decode(errors="replace").strip()
+        return f"; the last that simulators have written is:\n{said}" if said else ""
+
+    def process_of(self, setup: WorkerSetup) -> _Process:
+        """A process for the worker, an idle one where that has drawn on no other device."""
+        device = setup.device if setup.draws else None
+        for process in list(self._idle):
+            if process.simulator == _simulator(setup.spec.task) and (not process.drew or process.device == device):
+                self._idle.remove(process)
+                if process.ended() is None:
+                    return process
+        return self._start(setup.spec.task)
+
+    def release(self, worker: _Worker, deadline_s: float) -> None:
+        """The worker, which was told to stop, leaves its farm; a process that is stuck is ended."""
+        self._workers.remove(worker)
+        if worker.process.served(deadline_s):
+            self._idle.append(worker.process)
+        else:
+            worker.process.end()
+
+    def _start(self, task: TaskSpec) -> _Process:
+        return _Process(task, self._described, self._output)
+
+    def _ask(self, task: TaskSpec, process: _Process) -> None:
+        if task not in self._described and task not in self._asked:
+            self._asked[task] = process
+            process.send(task)
 
 
-class _Serving:
-    """A worker that serves, and how often its process was lost."""
+class _Worker:
+    """A worker of a farm, and the process that serves as it at the moment."""
 
-    def __init__(self, setup: WorkerSetup, slots: Block) -> None:
-        self.setup, self.slots = setup, slots
-        self.losses = 0
-        """Since it last did something."""
-        self._done = 0
-
-    def note_loss(self, done: int) -> None:
-        """`done` is the worker's work up to now."""
-        self.losses = 1 if done > self._done else self.losses + 1
-        self._done = done
-
-
-class _Process:
-    """A process that describes the tasks that it is sent, and serves once it is sent a worker's setup."""
-
-    def __init__(self) -> None:
-        self._connection, far = Pipe()
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(far.fileno())],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-            pass_fds=[far.fileno()],
-        )
-        far.close()
-        self.send(dict(BACKENDS))  # which may have entries of the caller's own
-
-    def send(self, message: dict[str, str] | TaskSpec | WorkerSetup) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:  # it has ended: `described` or `watch` says so
-            pass
-
-    def described(self) -> TaskInfo:
-        """The task's sizes. Raises `FarmError` with the message of what went wrong in the process."""
-        try:
-            answer = self._connection.recv()
-        except (EOFError, OSError):
-            raise FarmError(
-                f"a worker's process ended with status {self.popen.wait()} while it started: see what it has written "
-                "above"
-            ) from None
-        if isinstance(answer, str):
-            raise FarmError(answer)
-        assert isinstance(answer, TaskInfo)
-        return answer
-
-    def close(self, deadline_s: float) -> None:
-        if deadline_s:
-            try:
-                self.popen.wait(deadline_s)
-            except subprocess.TimeoutExpired:  # stopped, or stuck in a simulator
-                pass
-        self.popen.kill()
-        self.popen.wait()
-        self._connection.close()
-
-
-@dataclass(frozen=True)
-class _Handle:
-    host: Processes
-    index: int
+    def __init__(self, host: Processes, setup: WorkerSetup, memory: WorkerMemory, replaced: list[Replaced]) -> None:
+        self._host, self._setup, self._block = host, setup, memory.slots
+        self.supervision = Supervision(setup.name, replaced)
+        self.process = host.process_of(setup)
+        self.process.serve(setup)
 
     def ring(self) -> None:
         """Nothing to do: the farm rings in shared memory."""
 
     def close(self, deadline_s: float) -> None:
-        self.host.end(self.index, deadline_s)
+        self.supervision.end()
+        self._host.release(self, deadline_s)
+
+    def check(self) -> None:
+        """Note what the worker does, and replace it if it died, hangs or uses too much memory."""
+        slots, index, worker = self._block.arrays, self._setup.index, self.supervision
+        if not slots or slots["phase"][index] == slot_layout.FAILED:
+            return  # the farm is closing; or it raises the message
+        if (ended := self.process.ended()) is not None:
+            return self._replace(f"its process {ended}")
+        silent_s = self._host.silent_s
+        if (doing := hung(slots, index, silent_s)) is not None:
+            return self._replace(doing)
+        late = hung(slots, index, silent_s / 2)
+        if late is not None and worker.state is State.HEALTHY:
+            _log.warning("%s", f"{late}; it is replaced after {silent_s:g} s")
+        worker.note(Event.LATE if late is not None else Event.PROGRESS)
+        phase = slots["phase"][index]
+        if worker.state is State.RESTARTING and phase not in _BUILDING:
+            worker.note(Event.BUILT)
+        if worker.state is State.STALE and phase != slot_layout.REPLAYING:
+            worker.serves_again()
+        if phase not in (*_BUILDING, slot_layout.REPLAYING):
+            error = self._host.limit.exceeded(worker.name, self.process.pid, self.process.memory_checks)
+            if isinstance(error, LimitTooSmall):
+                raise error
+            if error is not None:
+                self._replace(str(error))
+
+    def _replace(self, why: str) -> None:
+        self.process.end()
+        slots, index = self._block.arrays, self._setup.index
+        try:
+            self.supervision.lost(why, done_by(slots, index))
+        except WorkerFailed as error:
+            raise WorkerFailed(f"{error}{self._host.last_words()}") from None
+        restarted(slots, index)
+        self.process = self._host.process_of(self._setup)
+        self.process.serve(self._setup)
+
+
+class _Process:
+    """A process that describes the tasks that it is sent, and serves as the workers whose setups it is sent."""
+
+    def __init__(self, task: TaskSpec, described: dict[TaskSpec, TaskInfo | str], output: IO[bytes] | None) -> None:
+        """It imports the task's simulator at once. Its answers are put into `described`; what it writes goes to
+        `output`, or to the terminal."""
+        self.simulator, self._described = _simulator(task), described
+        self._serving = False
+        self.drew = False
+        self.device: RenderDevice | None = None
+        self.memory_checks = MemoryChecks(settles=1)  # once built it has all that it needs
+        self._connection, far = Pipe()
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, str(far.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+            pass_fds=[far.fileno()],
+            start_new_session=True,  # the terminal sends Ctrl-C to a whole session; the caller's process decides
+        )
+        far.close()
+        self.pid = self._popen.pid
+        self.send(dict(BACKENDS))  # which may have entries of the caller's own
+        self.send(task.name)
+
+    def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:  # it has ended: whoever waits for it finds that
+            pass
+
+    def serve(self, setup: WorkerSetup) -> None:
+        self._serving = True
+        if setup.draws:
+            self.drew, self.device = True, setup.device
+        self.send(setup)
+
+    def served(self, deadline_s: float) -> bool:
+        """True once it has served, waited for at most `deadline_s`; False where it is stuck, or has ended."""
+        until = time.monotonic() + deadline_s
+        while self._serving:
+            if not self.receive(until - time.monotonic()):
+                return False
+        return True
+
+    def receive(self, timeout_s: float) -> bool:
+        """Receive one message; False where none comes in time, or the process has ended."""
+        try:
+            if not self._connection.poll(max(timeout_s, 0.0)):
+                return False
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            return False
+        if message is None:
+            self._serving = False
+        else:
+            self._described.update([message])
+        return True
+
+    def ended(self) -> str | None:
+        """How it has ended, as the end of a sentence; None while it lives."""
+        status = self._popen.poll()
+        if status is None:
+            return None
+        return f"died (signal {-status})" if status < 0 else f"ended (status {status})"
+
+    def end(self) -> str | None:
+        """End it at once; how it had ended before."""
+        ended = self.ended()
+        self._popen.kill()
+        self._popen.wait()
+        self._connection.close()
+        return ended
+
+
+def _simulator(task: TaskSpec) -> str:
+    """The simulator that a process imports for the task; it serves no other."""
+    return task.name.partition("/")[0]
 
 
 # --- in the process
@@ -181,16 +331,33 @@ class _Handle:
 
 def main(descriptor: int) -> None:
     """The other end of `_Process`; `descriptor` is that of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the caller's process decides
-    connection = Connection(descriptor)
+    connection, received = Connection(descriptor), queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, received), daemon=True).start()
+    cores = os.sched_getaffinity(0)
+    BACKENDS.update(received.get())
+    _import(received.get())
+    while True:
+        message = received.get()
+        if isinstance(message, TaskSpec):
+            connection.send((message, _description(message)))
+        else:
+            os.sched_setaffinity(0, cores)  # another farm may have pinned it
+            make_worker(message).serve()
+            connection.send(None)
+
+
+def _receive(connection: Connection, received: queue.SimpleQueue) -> None:
+    """Hand over what the caller's process sends, and end this process when that does: nothing else closes the pipe."""
     try:
-        BACKENDS.update(connection.recv())
-        while isinstance(message := connection.recv(), TaskSpec):
-            connection.send(_description(message))
-    except (EOFError, OSError):  # the caller has ended
-        return
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    make_worker(message).serve()
+        while True:
+            received.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _import(task: str) -> None:
+    with suppress(Exception):  # whatever a simulator raises is said where the task is described or built
+        resolve(task)
 
 
 def _description(task: TaskSpec) -> TaskInfo | str:
@@ -201,12 +368,3 @@ def _description(task: TaskSpec) -> TaskInfo | str:
         return str(error)
     except Exception:  # whatever a simulator raises is the caller's to say
         return traceback.format_exc()
-
-
-def _end_with(connection: Connection) -> None:
-    """End this process when the caller's does: nothing else closes the pipe."""
-    try:
-        connection.recv()
-    except (EOFError, OSError):
-        pass
-    os._exit(1)

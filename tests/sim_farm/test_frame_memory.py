@@ -22,7 +22,7 @@ from sim_farm.shared_memory.memory import FOLDER, MAGIC
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import actions_for, drive, mixed_policy, run
-from tests.sim_farm.test_workers import Processes
+from tests.sim_farm.test_workers import MortalProcesses
 
 REACH = TaskSpec("tabletop/reach", cameras=2, image_size=16, max_episode_steps=7)
 SPEC = FarmSpec(REACH, EndlessEpisodes(5), num_envs=4, chunk=3, final_frames="ended")
@@ -176,7 +176,8 @@ def test_an_attached_process_sees_what_is_drawn_and_leaves_the_memory_there() ->
 
 def test_another_process_reads_the_trajectory_of_a_farm() -> None:
     plain = run(SPEC, chunks=CHUNKS)
-    with closing(Farm.create(replace(SPEC, render_workers=1), Processes(), frame_rows=2 * ROWS - 4)) as farm:
+    spec = replace(SPEC, render_workers=1)
+    with closing(MortalProcesses()) as host, closing(Farm.create(spec, host, frame_rows=2 * ROWS - 4)) as farm:
         assert farm.frames is not None
         learner = FrameMemory.attach(farm.frames.address)
         roll(farm)
@@ -198,6 +199,7 @@ def test_a_memory_that_is_too_small_is_refused_with_what_is_needed(
     monkeypatch.setattr(memory.os, "statvfs", lambda _: Disk(64, 2**20))
     needs = f"{nbytes_of(rows, 1, 224) / 2**20:,.1f} MiB"
     message = f"frame memory .5,184 rows of 1 x 224 x 224 pixels. needs {needs} .*64.0 MiB free.*--shm-size"
-    with pytest.raises(FarmError, match=f"the farm's slots needs .* and the {message}"):
-        Farm.create(large, Processes(), frame_rows=rows)
+    with closing(MortalProcesses()) as host:
+        with pytest.raises(FarmError, match=f"the farm's slots needs .* and the {message}"):
+            Farm.create(large, host, frame_rows=rows)
     assert not own_memory()

@@ -20,7 +20,7 @@ from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import actions_for, drive
-from tests.sim_farm.test_workers import Fate, MortalWorkers, Processes, processes, until
+from tests.sim_farm.test_workers import Fate, MortalWorkers, processes, until
 
 REACH = TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7)
 SPEC = FarmSpec(REACH, EndlessEpisodes(2), num_envs=4, chunk=3, physics_workers=2, render_workers=1)
@@ -185,7 +185,7 @@ def test_progress_is_noted_at_every_environment() -> None:
 @pytest.mark.slow
 def test_the_late_worker_is_the_one_that_makes_no_progress() -> None:
     """Two of the workers have work of the group; the message names the stopped one, not the first."""
-    with closing(Farm.create(SPEC, host := Processes())) as farm:
+    with processes(SPEC) as (farm, host):
         drive(farm, end=1)
         slots = farm.tasks[0].slots
         until(lambda: (slots["phase"] == slot_layout.WAITING).all())

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from sim_farm import render_devices
@@ -226,8 +227,8 @@ def test_a_gpu_that_is_not_there_fails_at_the_start_with_one_message(
         assert own_memory()
         assert str(error.value).startswith("cuda:63 was asked to draw, and none of EGL's devices is that")
         assert "Traceback" not in str(error.value) and "graphics" in str(error.value)
-        alive = [process for process in host.processes.values() if process.is_alive()]
-    assert all(not process.is_alive() for process in alive)
+        alive = host.pids()
+    assert alive and not any(psutil.pid_exists(pid) for pid in alive)
     assert not own_memory()
 
 

@@ -19,7 +19,7 @@ from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, mixed_policy, run
-from tests.sim_farm.test_workers import Processes, until
+from tests.sim_farm.test_workers import MortalProcesses, processes, until
 
 REACH = FarmSpec(
     TaskSpec("tabletop/reach", cameras=1, image_size=16, max_episode_steps=7),
@@ -91,7 +91,7 @@ def test_the_order_of_serving_never_changes_a_result(alone: list[Trace], order: 
 def test_processes_of_two_tasks_give_what_each_gives_alone_and_leave_nothing(
     alone: list[Trace], own_memory: Callable[[], set[Path]]
 ) -> None:
-    with closing(Farm.create(TASKS, [Processes(), Processes()])) as farm:
+    with processes(*TASKS) as (farm, _):
         client = Farm.attach(farm.address)
         assert len(own_memory()) == 4, "slots of two tasks, one bell, one frame memory"
         for one, other in zip(alone, drive_all(client, what_is_ready), strict=True):
@@ -132,10 +132,9 @@ def test_ready_are_the_submitted_groups_that_are_done_and_the_lowest_is_served_f
 
 @pytest.mark.slow
 def test_a_late_worker_is_named_with_its_task() -> None:
-    hosts = [Processes(), Processes()]
-    with closing(Farm.create(TASKS, hosts)) as farm:
+    with processes(*TASKS) as (farm, host):
         drive_all(farm, in_turn)
-        hosts[1].signal(0, signal.SIGSTOP)
+        host.signal(TASKS[0].workers, signal.SIGSTOP)
         farm.submit(2, actions_for(farm, 2, 0))
         farm.submit(0, actions_for(farm, 0, 0))
         until(lambda: farm.ready() == [0])
@@ -143,7 +142,7 @@ def test_a_late_worker_is_named_with_its_task() -> None:
         farm.collect(0)
         with pytest.raises(WorkerTimeout, match="physics 0 of tabletop/push did not answer within 1 s"):
             farm.wait_ready(deadline_s=1)
-        hosts[1].signal(0, signal.SIGCONT)
+        host.signal(TASKS[0].workers, signal.SIGCONT)
         assert farm.wait_ready(deadline_s=60) == 2
 
 
@@ -217,7 +216,7 @@ def test_wrong_numbers_of_hosts_and_cores_are_refused() -> None:
     with pytest.raises(FarmError, match="one task or more"):
         Farm.create((), InProcess())
     with pytest.raises(FarmError, match="hosts of one kind"):
-        Farm.create(TASKS, [InProcess(), Processes()])
+        Farm.create(TASKS, [InProcess(), MortalProcesses()])
 
 
 def test_the_same_policy_drives_tasks_whose_states_differ_in_size() -> None:

@@ -7,7 +7,6 @@ processes and SIGKILL.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,20 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import pytest
 
 from sim_farm.client.farm import Farm, WorkerFailed, WorkerTimeout
-from sim_farm.contract import EpisodeSpec, TaskInfo, TaskSpec
+from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ANY, EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes
 from sim_farm.perturbations import ObjectOffset, Perturbation, PictureChange
 from sim_farm.shared_memory.frame_memory import FrameMemory
 from sim_farm.shared_memory.memory import FOLDER
 from sim_farm.shared_memory.slot_layout import FAILED, WAITING, WORKING, FarmSpec, WorkerMemory
 from sim_farm.workers.hosts import InProcess, WorkerHandle, make_worker
+from sim_farm.workers.processes import Processes
 from sim_farm.workers.worker import Worker, WorkerSetup
 from tests.sim_farm.driving import Trace, actions_for, append, assert_same, drive, run
 
@@ -250,63 +249,30 @@ def serve(setup: WorkerSetup) -> None:
     assert "numpy" in sys.modules and gc.get_freeze_count() > 10_000, "collections look at what was imported"
 
 
-class Processes:
-    """Hosts each worker in a process, and can kill and replace it."""
-
-    shared = True
+class MortalProcesses(Processes):
+    """Its workers are killed and stopped by their numbers."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self.setups: dict[int, WorkerSetup] = {}
-        self.processes: dict[int, BaseProcess] = {}
-
-    def describe(self, task: TaskSpec) -> TaskInfo:
-        return InProcess().describe(task)
-
-    def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
-        self.setups[setup.index] = setup
-        self._start(setup.index)
-        return _ProcessHandle(self, setup.index)
-
-    def _start(self, index: int) -> None:
-        process = self._context.Process(target=serve, args=(self.setups[index],), daemon=True)
-        process.start()
-        self.processes[index] = process
+        super().__init__(240.0, 240.0)
 
     def signal(self, index: int, number: signal.Signals) -> None:
-        pid = self.processes[index].pid
-        assert pid is not None
-        os.kill(pid, number)
+        os.kill(self.pids()[index], number)
 
     def replace_worker(self, index: int) -> None:
         """SIGKILL, and another with the same setup."""
+        pid = self.pids()[index]
         self.signal(index, signal.SIGKILL)
-        self.processes[index].join(timeout=240)
-        assert self.processes[index].exitcode == -signal.SIGKILL
-        self._start(index)
 
+        def replaced() -> bool:
+            self.watch()
+            return self.pids()[index] != pid
 
-@dataclass(frozen=True)
-class _ProcessHandle:
-    host: Processes
-    index: int
-
-    def ring(self) -> None:
-        raise AssertionError("a farm in shared memory rings its bells itself")
-
-    def close(self, deadline_s: float) -> None:
-        process = self.host.processes[self.index]
-        process.join(timeout=deadline_s)
-        if process.is_alive():
-            process.kill()
-            process.join(timeout=240)
-        assert process.exitcode in (0, -signal.SIGKILL), f"worker {self.index} ended with {process.exitcode}"
+        until(replaced)
 
 
 @contextmanager
-def processes(spec: FarmSpec) -> Iterator[tuple[Farm, Processes]]:
-    host = Processes()
-    with closing(Farm.create(spec, host)) as farm:
+def processes(*specs: FarmSpec) -> Iterator[tuple[Farm, MortalProcesses]]:
+    with closing(MortalProcesses()) as host, closing(Farm.create(specs, host)) as farm:
         yield farm, host
 
 
@@ -376,10 +342,11 @@ def test_processes_give_what_one_process_gives_and_leave_nothing() -> None:
         name = str(farm.tasks[0].memory.slots.name)
         assert name.startswith("embodied-") and (FOLDER / name).exists()
         assert_same(run(spec), drive(farm), "processes change results")
-        farm.stop()
-        for process in host.processes.values():
-            process.join(timeout=240)
-            assert process.exitcode == 0, "a worker did not end when the farm was stopped"
+        pids = host.pids()
+        farm.close()
+        assert not host.pids(), "a worker did not leave when the farm was closed"
+        with closing(Farm.create(spec, host)):
+            assert sorted(host.pids()) == sorted(pids), "processes are left idle and others are started"
     assert not (FOLDER / name).exists(), "the farm's memory is still there"
 
 
@@ -425,5 +392,5 @@ def test_a_workers_error_reaches_the_client_with_its_message() -> None:
                     request(farm, number)
                     farm.collect(0, deadline_s=60)
             assert farm.tasks[0].slots["phase"][0] == FAILED
-            host.processes[0].join(timeout=240)
-            assert host.processes[0].exitcode == 0
+            host.watch()
+        assert not host.take_replaced(), "another worker would fail as well"

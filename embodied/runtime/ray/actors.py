@@ -24,17 +24,18 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.devices import release, to_host
+from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.ranks import is_bound
 from embodied.runtime.ray.cluster import HERE, LOOK_S, RayCluster, unwrapped, value_within
 from embodied.runtime.remote import CALL_BYTES, require_software, slices, software
 from embodied.runtime.rounding import kernels
 from embodied.runtime.shared_tensors import SharedTensors, TensorPublisher
-from embodied.runtime.supervision import MemoryChecks, Wait
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.shared_memory import memory
 from sim_farm.shared_memory.memory import Block, Field
 from sim_farm.workers import faults
+from sim_farm.workers.supervision import MemoryChecks
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -29,9 +29,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from embodied.errors import UserError
 from embodied.runtime import check_interpreter
 from embodied.runtime.api import NodeInfo, RuntimeLost
+from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.ray.local_ray import RayProcesses, RaySession
 from embodied.runtime.rounding import differences, kernels, warning
-from embodied.runtime.supervision import Deadline, Wait
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.workers import faults
 
@@ -55,10 +55,10 @@ OBJECT_STORE_BYTES = 512 * 2**20
 
 
 class RayCluster:
-    """Starts Ray on this machine (`local`), or joins the cluster at `address`.
+    """Starts Ray on this machine (`local`), or joins the cluster at `address`, when it is first needed (`start_ray`).
 
-    Raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes, and when Ray's
-    own processes do not start, or could not from this Python's path.
+    `start_ray` raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes, and
+    when Ray's own processes do not start. Raises `UserError` where they could not from this Python's path.
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
@@ -73,6 +73,26 @@ class RayCluster:
         """Pairs of machine id and kind of kernel that were already warned about."""
         self._checked_s = 0.0
         self.ray_processes = RayProcesses()
+        self._address = address
+        self._session: RaySession | None = None
+        self._options: dict[str, Any] = {}
+        """Options of `ray.init`; none before Ray is started."""
+        self.here = ""
+        """Id of the client's node."""
+
+    @property
+    def started(self) -> bool:
+        """True once Ray runs."""
+        return bool(self._options)
+
+    def start_ray(self) -> None:
+        """Start Ray, or join the cluster, unless that is done: the first actor does, and whoever asks for the nodes.
+
+        Raises what the class says.
+        """
+        if self.started:
+            return
+        address = self._address
         self._session = RaySession() if address == "local" else None
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR, "log_to_driver": False}
         if self._session is not None:
@@ -115,7 +135,7 @@ class RayCluster:
         # Ray installs a handler of its own, which would leave our shared memory and its own helpers behind.
         signal.signal(signal.SIGTERM, terminated)
         self._options = options
-        self.here: str = ray.get_runtime_context().get_node_id()
+        self.here = ray.get_runtime_context().get_node_id()
 
     def require_ray(self) -> None:
         """Raise `RuntimeLost` if Ray's own processes have died: then all others end too, or cannot be reached."""
@@ -139,8 +159,9 @@ class RayCluster:
     def nodes(self) -> tuple[NodeInfo, ...]:
         """The cluster's living machines, this one first; where several have one name, with their ids in it.
 
-        Raises `RuntimeLost` if Ray's own processes have died: they would never answer.
+        Raises what `start_ray` does, and `RuntimeLost` if Ray's own processes have died: they would never answer.
         """
+        self.start_ray()
         found = [NodeInfo.of(entry, self.here) for entry in self._answered(ray.nodes) if entry["Alive"]]
         names = [node.name for node in found]
         found = [n if names.count(n.name) < 2 else replace(n, name=f"{n.name}-{n.id[:8]}") for n in found]
@@ -151,6 +172,7 @@ class RayCluster:
     ) -> Any:
         """A new actor, on this machine or the node with that id, which `close` ends; with `threads`, so many of its
         calls run concurrently."""
+        self.start_ray()
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
         if node in (HERE, self.here):
             # What this process can import, which a script or a notebook may have made possible; other machines have

@@ -1,4 +1,4 @@
-"""The runtime whose workers are Ray actors, on this machine or in a cluster of which this machine is a node."""
+"""The runtime whose policy workers and learners are Ray actors, on this machine or in a cluster that it is part of."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from embodied.runtime.api import Args, Link, NodeInfo, args_of, check_group
 from embodied.runtime.handles import Handle, WorkerGroup, rank_names
 from embodied.runtime.ray.actors import REMOVE_S, Call, FarProcess, RayHandle, WorkerProcess
 from embodied.runtime.ray.cluster import HERE, RayCluster
-from embodied.runtime.ray.farm_workers import RayHost
+from embodied.runtime.ray.far_physics import FarHost
 from embodied.runtime.remote import ANSWER_BYTES
-from embodied.runtime.supervision import MemoryLimit, Replaced
 from sim_farm.contract import FarmError
-from sim_farm.render_devices import RenderDevice
+from sim_farm.workers.processes import Processes
+from sim_farm.workers.supervision import MemoryLimit
 
 T = TypeVar("T")
 
-_Kind = tuple[tuple[str, ...], tuple[RenderDevice, ...], int]
-"""Kind of a farm task's host: nodes of its workers, their render devices, and the number of workers that only render
-where that matters."""
 SPARE = 2
 """Processes that wait for workers: enough for a run's policy worker and learner when they are placed again."""
 DROP_S = 1.0
@@ -42,11 +39,15 @@ class RayRuntime(RayCluster):
 
     def __init__(self, address: str, deadline_s: float, worker_gb: float | None = None) -> None:
         """`worker_gb`: private memory that a worker's process may use (`supervision.MemoryLimit`)."""
+        super().__init__(address, deadline_s)
         self._limit = MemoryLimit(worker_gb)
         self._processes: list[WorkerProcess] = []
         self._spare: list[WorkerProcess] = []
-        self._hosts: list[tuple[_Kind, RayHost]] = []
-        super().__init__(address, deadline_s)
+        # A worker has less time than the collection from the farm, and that less than a call.
+        silent_s = self.deadline.inner().inner().seconds
+        self.host = Processes(self.deadline.seconds, silent_s, worker_gb, shows_output=False)
+        self.watchers.append(self.host.watch)
+        self._far_idle: dict[str, list[Any]] = {}
 
     def link(self) -> Link:
         """The slowest of the links to the other machines, from calls that carry as much there as back.
@@ -77,33 +78,9 @@ class RayRuntime(RayCluster):
             times.append(time.perf_counter() - begin)
         return median(times)
 
-    def farm_host(
-        self,
-        physics_workers: int,
-        render_workers: int,
-        physics_nodes: tuple[str, ...] = (),
-        devices: tuple[RenderDevice, ...] = (),
-    ) -> RayHost:
-        """A host with that many processes, for one task of one farm until that is closed. The processes of an earlier
-        farm's task of the same shape that draws on the same devices serve again.
-
-        `physics_nodes` has for each physics worker the id of its node; '' or none is this one, where all others are.
-        Raises `FarmError` for a node that is not there.
-        """
-        if len(physics_nodes) > physics_workers:
-            raise FarmError(f"{len(physics_nodes)} nodes are named for {physics_workers} physics workers")
+    def far_host(self, physics_nodes: Sequence[str]) -> FarHost:
         places, known = self._known(physics_nodes)
-        shape = (*places, *[HERE] * (physics_workers + render_workers - len(places)))
-        kind = (shape, devices, render_workers if devices else 0)
-        for other, host in self._hosts:
-            if other == kind and not host.taken:
-                host.taken = True
-                return host
-        host = RayHost(self, [known.get(place) for place in shape], self._limit)
-        host.taken = True
-        self._hosts.append((kind, host))
-        self.watchers.append(host.watch)
-        return host
+        return FarHost(self, [known.get(place) for place in places], self.host, self._far_idle)
 
     def _known(self, wanted: Sequence[str]) -> tuple[list[str], dict[str, NodeInfo]]:
         """Ids of nodes, this one's as HERE, and the nodes by id if one of them is another. Raises `FarmError` for one
@@ -180,12 +157,6 @@ class RayRuntime(RayCluster):
             raise
         return group
 
-    def take_replaced(self) -> list[Replaced]:
-        found = [one for _, host in self._hosts for one in host.replaced]
-        for _, host in self._hosts:
-            host.replaced.clear()
-        return found
-
     def too_large(self) -> Exception | None:
         for process in list(self._processes):
             error = self._limit.exceeded(" and ".join(process.workers), process.pid, process.memory_checks)
@@ -213,6 +184,7 @@ class RayRuntime(RayCluster):
             self._give_back(process, process in kept)
 
     def close(self) -> None:
+        self.host.close()
         removing = [process.remove_published() for process in self._processes if isinstance(process, FarProcess)]
         if removing:
             ray.wait(removing, num_returns=len(removing), timeout=REMOVE_S)
@@ -226,7 +198,7 @@ class RayRuntime(RayCluster):
         """Start Ray again, without any of the earlier processes."""
         for process in self._processes:
             process.forget()
-        for everything in (self._processes, self._spare, self._hosts, self.watchers, self._kernels):
+        for everything in (self._processes, self._spare, self._far_idle, self._kernels):
             everything.clear()
         self.start_ray_again()
 

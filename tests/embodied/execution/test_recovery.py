@@ -20,12 +20,12 @@ from embodied.execution.session import Session, open_session
 from embodied.run.folder import prepare_run
 from embodied.runtime.api import RuntimeLost
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S
 from embodied.training import checkpoints
 from embodied.training.loop import train
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
 from sim_farm.workers import faults
+from sim_farm.workers.supervision import FRUITLESS, OFTEN, WITHIN_S
 from tests.embodied.run.test_resume import STATES, assert_same_run
 from tests.full_disk import full_disk
 
@@ -88,8 +88,8 @@ def disturbed(
 def test_a_run_that_loses_workers_ends_as_one_that_lost_none(
     undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_runtime: RayRuntime
 ) -> None:
-    for name in ("_spare", "_hosts"):  # processes that were started before know nothing of the faults
-        monkeypatch.setattr(ray_runtime, name, [])
+    for part, name in ((ray_runtime, "_spare"), (ray_runtime.host, "_idle")):  # they know nothing of the faults
+        monkeypatch.setattr(part, name, [])
     folder, result = disturbed(list(FAULTS.values()), tmp_path, monkeypatch, config_of("ray"), ray_runtime)
     assert_same_run(folder, undisturbed)
     assert result["recoveries"] == len(FAULTS)

@@ -14,16 +14,15 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 import schedulers
-from embodied.errors import UserError
 from embodied.execution.recovery import FILE
 from embodied.runtime.handles import Handle
 from embodied.runtime.ray import actors
 from embodied.runtime.ray.actors import RayHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import LimitTooSmall, MemoryChecks, MemoryLimit, WorkerTooLarge
 from schedulers import DeviceRange, Phase, Placement, Plan
-from sim_farm.client.farm import Farm
+from sim_farm.client.farm import Farm, WorkerFailed
 from sim_farm.workers.hosts import InProcess
+from sim_farm.workers.supervision import LimitTooSmall, MemoryChecks, MemoryLimit, WorkerTooLarge
 from tests.embodied.execution.test_lost_workers import Player
 from tests.embodied.execution.test_recovery import config_of, run
 from tests.embodied.run.test_resume import assert_same_run
@@ -55,7 +54,7 @@ def test_no_limit_is_none_and_a_process_that_has_not_begun_holds_nothing() -> No
 def test_what_a_new_worker_needs_is_the_users_to_give() -> None:
     for within in (0, 1):
         wrong = SMALL.exceeded("learner", os.getpid(), MemoryChecks(settles=2, within=within))
-        assert isinstance(wrong, LimitTooSmall) and isinstance(wrong, UserError)
+        assert isinstance(wrong, LimitTooSmall) and not isinstance(wrong, WorkerFailed)
         assert "set runtime.worker_gb higher" in str(wrong)
     assert isinstance(SMALL.exceeded("learner", os.getpid(), MemoryChecks(settles=2, within=2)), WorkerTooLarge)
 
@@ -97,7 +96,7 @@ def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_co
 def test_a_run_without_enough_memory_ends_with_a_checkpoint_of_what_it_has_done(tmp_path: Path) -> None:
     config = config_of("ray")
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})
-    with pytest.raises(UserError, match=r"(policy|learner) has .* set runtime\.worker_gb higher"):
+    with pytest.raises(LimitTooSmall, match=r"(policy|learner) has .* set runtime\.worker_gb higher"):
         run(limited, tmp_path / "run")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir()] == ["000001"]
 
@@ -158,15 +157,14 @@ class Once(MemoryLimit):
 def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
     ray_runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_runtime, "_hosts", [])
-    monkeypatch.setattr(ray_runtime, "_limit", Once(1e-3))
-    host = ray_runtime.farm_host(PICTURES.physics_workers, PICTURES.render_workers)
+    host = ray_runtime.host
+    monkeypatch.setattr(host, "_idle", [])
+    monkeypatch.setattr(host, "limit", Once(1e-3))
     with closing(Farm.create(PICTURES, host)) as farm:
         player = ray_runtime.start("player", Player, farm.address)
         found = player.call(Player.play, 60.0)
         player.end()
-    assert host.restarts == {1: 1}
-    (replaced,) = host.replaced
+    (replaced,) = host.take_replaced()
     assert replaced.worker == "physics 1" and "in memory by itself" in replaced.why
     with closing(Farm.create(PICTURES, InProcess())) as farm:
         assert_same(found, drive(farm, end=CHUNKS), "a replaced worker changes nothing")

@@ -23,10 +23,10 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import PolicyRole
 from embodied.execution.session import Session
 from embodied.rollout.policy_worker import PolicyReplica, PolicyWorker
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ray.actors import RayHandle
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import Deadline
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
 from policies.contract import Action, Inputs
@@ -220,12 +220,8 @@ def test_a_group_that_is_ready_first_is_served_first(
     ray_runtime: RayRuntime, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One policy worker, two tasks, and the first task's simulator stands still."""
-    monkeypatch.setattr(ray_runtime, "_hosts", [])
-    monkeypatch.setattr(ray_runtime, "deadline", Deadline(1200.0))  # so that nobody is replaced
-    hosts = [ray_runtime.farm_host(1, 0) for _ in range(2)]
-    (stopped,) = hosts[0].pids()
-    for host in hosts:
-        host.taken = False
+    monkeypatch.setattr(ray_runtime, "deadline", Deadline(1200.0))
+    monkeypatch.setattr(ray_runtime.host, "silent_s", 300.0)  # so that nobody is replaced
     settings = {**STATES, "extra_tasks": [{"num_envs": 4}]}
     plan = assigned("disaggregated", 2, (0,), policy=(), one_process=False)
     plan = replace(plan, farms=plan.farms * 2)
@@ -233,6 +229,7 @@ def test_a_group_that_is_ready_first_is_served_first(
     with start_run(config, tmp_path, Session(config, ray_runtime, tuple(runs.CORES)), plan) as workers:
         decisions = config.rollout.decisions
         workers.begin(None, 0)
+        stopped = ray_runtime.host.pids()[0]
         os.kill(stopped, signal.SIGSTOP)
         try:
             begun = workers.rollouts.start()

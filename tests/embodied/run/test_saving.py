@@ -33,11 +33,11 @@ from embodied.run.trace import load
 from embodied.runtime.api import InlineRuntime
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import WorkerTooLarge
 from embodied.training import loop as training
 from embodied.training.checkpoints import RunCheckpoints, Unwritten
 from embodied.training.selection import Candidate, Selection
 from policies.contract import Policy
+from sim_farm.workers.supervision import WorkerTooLarge
 from tests.embodied.learning.test_learner import make_batch, make_policy
 from tests.embodied.learning.test_learner_ranks import config_of, connected
 from tests.embodied.run.test_checkpoint import content, files_of

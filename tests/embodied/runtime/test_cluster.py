@@ -36,11 +36,11 @@ from embodied.planning.run_plans import plan_run
 from embodied.reporting.metrics import read
 from embodied.runtime import remote
 from embodied.runtime.api import InlineRuntime
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.actors import RayHandle
-from embodied.runtime.ray.farm_workers import RayHost
+from embodied.runtime.ray.far_physics import FarHost
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import Deadline
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
@@ -66,7 +66,7 @@ def machines() -> Iterator[Machines]:
 
 
 @contextmanager
-def built(spec: FarmSpec, host: RayHost, machines: Machines) -> Iterator[Farm]:
+def built(spec: FarmSpec, host: FarHost, machines: Machines) -> Iterator[Farm]:
     with closing(Farm.create(spec, host)) as farm:
         while farm.built() < spec.num_envs:
             farm.check()  # raises where a worker is not built within the runtime's deadline
@@ -97,7 +97,7 @@ def test_physics_on_another_node_gives_what_one_process_gives(spec: FarmSpec, fa
     """Observations, rewards and frames to the last bit, over episodes that end and begin."""
     expected = run(spec, chunks=CHUNKS)
     assert max(row["episode"] for rows in expected.values() for row in rows) >= 3
-    with built(spec, machines.host(spec, far), machines) as farm:
+    with built(spec, machines.host(far), machines) as farm:
         found = drive(farm, end=CHUNKS)
         wire = farm.tasks[0].slots["wire_bytes"].copy()
         fields = farm.tasks[0].memory.slots.fields
@@ -137,11 +137,7 @@ def test_training_with_physics_on_another_node_equals_training_inline(
     """To the last bit: the policy worker and the learner cannot tell where physics is."""
     config = config_of()
     inline = train(config, tmp_path / "inline", InlineRuntime(60.0))
-    here = machines.runtime.farm_host
-    far = (machines.node("far").id, machines.node("frail").id)
-    monkeypatch.setattr(
-        machines.runtime, "farm_host", lambda physics, render, nodes=(), *more: here(physics, render, far, *more)
-    )
+    machines.place_physics(monkeypatch, "far", "frail")
     assert train(config, tmp_path / "ray", machines.runtime) == inline
 
 
@@ -336,11 +332,11 @@ def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
     if blow is signal.SIGSTOP:  # only its silence tells
         monkeypatch.setattr(machines.runtime, "deadline", Deadline(60.0))  # so 15 s are the far end's
     expected = run(PICTURES, chunks=CHUNKS)
-    host = machines.host(PICTURES)
-    restarts = dict(host.restarts)
     trace: Trace = {env: [] for env in range(PICTURES.num_envs)}
-    pids = host.pids()
-    with built(PICTURES, host, machines) as farm:
+    with built(PICTURES, machines.host(), machines) as farm:
+        everyone = psutil.Process(machines.raylets["far"]).children(recursive=True)
+        pids = [process.pid for process in everyone if "_FarActor" in " ".join(process.cmdline())]
+        assert len(pids) == 2
         for number in range(-1, CHUNKS):
             for group in range(PICTURES.groups):
                 if number < 0:
@@ -356,7 +352,7 @@ def test_a_far_process_that_is_lost_is_replaced_and_its_episodes_replayed(
                 if blow is signal.SIGKILL:
                     psutil.wait_procs([psutil.Process(pids[1])], timeout=240)
     assert_same(expected, trace, "a far process that was lost changes results")
-    assert host.restarts == {index: restarts.get(index, 0) + 1 for index in (0, 1)}
+    assert len(machines.runtime.host.take_replaced()) == 2
     left = [process for pid in pids[:2] if psutil.pid_exists(pid) and (process := psutil.Process(pid))]
     assert not psutil.wait_procs(left, timeout=240)[1], "a stopped process is left behind"
 
@@ -376,7 +372,7 @@ def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machi
     absent = ListedEpisodes((EpisodeSpec(0, init_state=3),) * 8, 8)
     for episodes, message in ((absent, "^.*no recorded initial states.*$"), (BrokenEpisodes(2), "(?s)Traceback.*lost")):
         spec = replace(STATES, episodes=episodes)
-        with built(spec, machines.host(spec), machines) as farm:
+        with built(spec, machines.host(), machines) as farm:
             with pytest.raises(WorkerFailed, match=message):
                 drive(farm, end=4)
 
@@ -384,16 +380,14 @@ def test_a_far_workers_error_reaches_the_client_with_its_message(machines: Machi
 def test_frames_are_not_sent_instead(machines: Machines) -> None:
     fused = replace(PICTURES, render_workers=0)
     with pytest.raises(FarmError, match=r"physics 0 is to be on far .* set farm.render_workers to 1 or more"):
-        Farm.create(fused, machines.host(fused))
+        Farm.create(fused, machines.host())
 
 
 def test_a_node_that_is_not_there_is_refused_with_those_that_are(machines: Machines) -> None:
     with pytest.raises(FarmError, match="no node 'mars' in the cluster: .* is near at 127.0.0.1; .* is far at"):
-        machines.runtime.farm_host(2, 0, ("mars",))
+        machines.runtime.far_host(("mars",))
     with pytest.raises(UserError, match="no Ray cluster with this machine as a node answers at '127.0.0.1:9'"):
-        RayRuntime("127.0.0.1:9", 60.0)
-    with pytest.raises(FarmError, match="3 nodes are named for 2 physics workers"):
-        machines.runtime.farm_host(2, 0, ("",) * 3)
+        RayRuntime("127.0.0.1:9", 60.0).start_ray()
 
 
 @dataclass
@@ -415,7 +409,7 @@ def test_a_lost_node_is_named_with_its_workers(name: str, blow: signal.Signals, 
     """A machine that hangs and one that dies, with work on its way to it. The last tests: they cost a node each."""
     lost = machines.node(name)
     spec = replace(PICTURES, physics_workers=2)
-    host = machines.runtime.farm_host(2, 1, (lost.id,) * 2)
+    host = machines.runtime.far_host((lost.id,) * 2)
     with built(spec, host, machines) as farm:
         player = machines.runtime.start("player", Player, farm.address)
         playing = player.submit(Player.play)
@@ -431,4 +425,4 @@ def test_a_lost_node_is_named_with_its_workers(name: str, blow: signal.Signals, 
             player.get(playing)
         player.end()
     with pytest.raises(FarmError, match="there is no node"):
-        machines.runtime.farm_host(2, 1, (lost.id,))
+        machines.runtime.far_host((lost.id,))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from embodied.runtime import remote
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.remote import (
     DRAWN,
     ENDED,
@@ -28,7 +29,6 @@ from embodied.runtime.remote import (
     require_software,
     software,
 )
-from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import Farm
 from sim_farm.contract import FarmError, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, ListedEpisodes, Starts, evaluation_episodes

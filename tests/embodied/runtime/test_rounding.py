@@ -70,11 +70,7 @@ def test_a_cluster_whose_machines_round_differently_says_so_once(
     a rank there add what a process with PyTorch shows, and their decisions do differ in the last bits."""
     settings = {**OTHER["NumPy's matrix products"], **OTHER["PyTorch's functions"]}
     with started("near", "far", "further", patient=True, settings=settings) as machines:
-        here = machines.runtime.farm_host
-        nodes = (machines.node("far").id, machines.node("further").id)
-        monkeypatch.setattr(
-            machines.runtime, "farm_host", lambda physics, render, none=(), *more: here(physics, render, nodes, *more)
-        )
+        machines.place_physics(monkeypatch, "far", "further")
         with caplog.at_level(logging.WARNING):
             train(config_of(iterations=1), tmp_path / "physics", machines.runtime)
         [first] = [record.getMessage() for record in caplog.records if "round differently" in record.getMessage()]
@@ -95,10 +91,7 @@ def test_machines_that_round_alike_are_not_mentioned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started("near", "far") as machines:
-        here, far = machines.runtime.farm_host, (machines.node("far").id,)
-        monkeypatch.setattr(
-            machines.runtime, "farm_host", lambda physics, render, none=(), *more: here(physics, render, far, *more)
-        )
+        machines.place_physics(monkeypatch, "far")
         config = config_of(iterations=1)
         with caplog.at_level(logging.WARNING):
             found = train(config, tmp_path / "ray", machines.runtime)

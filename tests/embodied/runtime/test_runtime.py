@@ -28,10 +28,10 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.runtime.api import InlineRuntime, Runtime
+from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import Deadline, Wait
 from embodied.training import loop as training
 from policies.contract import PolicyError
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
@@ -348,28 +348,34 @@ def test_training_in_which_a_physics_worker_is_lost_equals_training_without_a_lo
     """Killed, or stopped: it is named and replaced, and its episodes are replayed. See also `test_lost_workers.py`."""
     config = config_of()
     undisturbed = train(config, tmp_path / "inline", InlineRuntime(60.0))
-    host = cluster.farm_host(2, 0)
-    monkeypatch.setattr(cluster, "farm_host", lambda *shape: host)
-    monkeypatch.setattr(host, "_deadline", Deadline(6.0))
-    victim, before = host.pids()[0], dict(host.restarts)
+    host = cluster.host
+    monkeypatch.setattr(host, "silent_s", 6.0)
+    victims: list[int] = []
+    workers: list[Any] = []
 
     def requests() -> int:
-        block = host._blocks.get(0)
-        return 0 if block is None else int(block.arrays["requested"].max())
+        slots = host._workers[0]._block.arrays if host._workers else {}
+        return int(slots["requested"].max()) if slots else 0
 
     def strike() -> None:
         while requests() < 40:  # of 3 x 2 x 16
             time.sleep(1e-4)
-        os.kill(victim, blow)
+        workers.extend(host._workers)
+        victims.append(host.pids()[0])
+        os.kill(victims[0], blow)
 
     striker = threading.Thread(target=strike)
     striker.start()
     found = train(config, tmp_path / "ray", cluster)
     striker.join()
-    assert not psutil.pid_exists(victim), "a stopped process is left behind"
-    assert host.restarts == {**before, 0: before.get(0, 0) + 1}, "it was not lost, or was replaced more than once"
-    messages = [record.getMessage() for record in caplog.records if record.name.startswith("embodied.runtime")]
-    why = "its process died" if blow is signal.SIGKILL else r"physics 0 has been .* for \d+\.\d s without progress.*"
+    assert not psutil.pid_exists(victims[0]), "a stopped process is left behind"
+    assert [worker.supervision.restarts for worker in workers] == [1, 0], "it was not lost, or more than once"
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("sim_farm.workers")]
+    why = (
+        r"its process died \(signal 9\)"
+        if blow is signal.SIGKILL
+        else r"physics 0 has been .* for \d+\.\d s without progress.*"
+    )
     *late, lost = messages
     assert re.fullmatch(f"physics 0 was lost and is replaced: {why}", lost), messages
     assert len(late) == (blow is signal.SIGSTOP) and all("; it is replaced after" in one for one in late), messages
@@ -392,7 +398,7 @@ def sockets(process: psutil.Process) -> tuple[str, list[Any]]:
 
 
 def test_every_listening_socket_is_bound_to_loopback(cluster: RayRuntime) -> None:
-    assert len(cluster.farm_host(2, 0).pids()) == 2
+    cluster.start("somebody", list).end()
     everyone = [sockets(process) for process in (psutil.Process(), *psutil.Process().children(recursive=True))]
     names = {name for name, _ in everyone}
     assert {"gcs_server", "raylet"} <= names, f"Ray's processes are not among {names}"

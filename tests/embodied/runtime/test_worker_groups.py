@@ -13,9 +13,9 @@ import pytest
 
 from embodied.errors import UserError
 from embodied.runtime.api import InlineRuntime, LocalHandle, Runtime
+from embodied.runtime.deadlines import Deadline
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ray.runtime import RayRuntime
-from embodied.runtime.supervision import Deadline
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from tests.variants import often
 

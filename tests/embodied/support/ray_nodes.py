@@ -10,16 +10,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+import pytest
 
+from embodied.config.schema import Config
+from embodied.execution.assignment import Assignment, configured
+from embodied.planning import run_plans
 from embodied.runtime.api import NodeInfo
-from embodied.runtime.ray.farm_workers import RayHost
+from embodied.runtime.ray.far_physics import FarHost
 from embodied.runtime.ray.local_ray import AUTHENTICATION
 from embodied.runtime.ray.runtime import RayRuntime
-from sim_farm.shared_memory.slot_layout import FarmSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -52,9 +55,21 @@ class Machines:
     def node(self, name: str) -> NodeInfo:
         return next(node for node in self.runtime.nodes() if node.name == name)
 
-    def host(self, spec: FarmSpec, far: int = 2) -> RayHost:
+    def host(self, far: int = 2) -> FarHost:
         """The first so many physics workers on the other node."""
-        return self.runtime.farm_host(spec.physics_workers, spec.render_workers, (self.node("far").id,) * far)
+        return self.runtime.far_host((self.node("far").id,) * far)
+
+    def place_physics(self, patch: pytest.MonkeyPatch, *names: str) -> None:
+        """Runs without a plan have their physics workers on these nodes in turn."""
+        nodes = [self.node(name).id for name in names]
+
+        def placed(config: Config, cores: tuple[int, ...], known: Mapping[str, str] | None = None) -> Assignment:
+            found = configured(config, cores, known)
+            count = len(found.farms[0].physics)
+            homes = tuple(nodes[i % len(nodes)] for i in range(count))
+            return replace(found, farms=(replace(found.farms[0], physics=(None,) * count, physics_nodes=homes),))
+
+        patch.setattr(run_plans, "configured", placed)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.runtime.supervision import FRUITLESS, OFTEN, WITHIN_S, Event, State, Supervised
+from sim_farm.workers.supervision import FRUITLESS, OFTEN, WITHIN_S, Event, State, Supervised
 
 BACK = (Event.STARTED, Event.BUILT, Event.CURRENT)
 

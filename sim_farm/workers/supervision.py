@@ -1,12 +1,4 @@
-"""Supervision of workers: deadlines of calls, the states of a worker that is replaced, and limits of memory.
-
-Deadlines nest. The caller of a worker that itself waits for others gives them less time than the caller allows:
-
-    a call of a worker (runtime.deadline_s)  >  the farm that this worker waits for  >  a physics or render worker
-
-So the message that ends a wait names the worker that is really late, and a farm worker that hangs is replaced before
-any wait for the farm ends. A deadline limits the time without progress, not the duration: work that reports progress
-is not late.
+"""Supervision of workers: their states, when a lost one is replaced and when it is given up, and limits of memory.
 
 The state of a supervised worker is a pure machine of states and events, which starts and ends nothing:
 
@@ -22,56 +14,18 @@ policy worker. Only then does it serve.
 from __future__ import annotations
 
 import enum
+import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from embodied.errors import UserError
-from sim_farm.client.farm import WorkerFailed
+from sim_farm.contract import FarmError
 from sim_farm.workers.worker import private_bytes
 
-# --- deadlines
-
-SHARE = 0.5
-"""Share of a wait that the awaited worker may itself spend waiting. The rest is for replacing a late worker: starting
-a process, importing a simulator, and replaying the episodes."""
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Deadline:
-    """The longest time without progress, in seconds. Raises `ValueError` unless it is positive."""
-
-    seconds: float
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"a deadline is a positive number of seconds, got {self.seconds}")
-
-    def inner(self) -> Deadline:
-        """The deadline for the waits of the awaited worker itself."""
-        return Deadline(self.seconds * SHARE)
-
-
-def _never_ns() -> int:
-    """The last progress of work that reports none."""
-    return 0
-
-
-@dataclass
-class Wait:
-    """A wait that begins now. `last_ns` gives the time (`time.monotonic_ns`) of the last progress; 0 is never."""
-
-    deadline: Deadline
-    last_ns: Callable[[], int] = _never_ns
-    begin_ns: int = field(default_factory=time.monotonic_ns)
-
-    def silent_s(self) -> float:
-        """Seconds since the last progress, or since the wait began where there was none after that."""
-        return (time.monotonic_ns() - max(self.begin_ns, self.last_ns())) / 1e9
-
-    def late(self) -> bool:
-        """True if there was no progress for longer than the deadline."""
-        return self.silent_s() > self.deadline.seconds
+class WorkerFailed(FarmError):
+    """A worker met an error of its own and ended."""
 
 
 # --- states
@@ -166,6 +120,54 @@ class Replaced:
     """Time from the moment in which the loss was seen until the successor served, or until its farm was closed."""
 
 
+class Supervision:
+    """A physics or render worker under the rule of replacement, which is the same on this machine and on others: one
+    that is lost is replaced, until it is lost again and again without new work."""
+
+    def __init__(self, name: str, replaced: list[Replaced]) -> None:
+        """`replaced` receives each replacement, once the successor serves."""
+        self.name, self.restarts = name, 0
+        self._worker, self._replaced = Supervised(), replaced
+        self._why: str | None = None
+        """Reason of a loss whose successor does not serve yet."""
+
+    @property
+    def state(self) -> State:
+        return self._worker.state
+
+    def lost(self, why: str, done: int) -> None:
+        """Note the loss, after so much work done, and log it; the caller starts a successor. Raises `WorkerFailed`
+        where that is of no use."""
+        self.restarts += 1
+        self._worker = self._worker.lost(time.monotonic(), done)
+        if self._worker.hopeless:
+            raise WorkerFailed(
+                f"{self.name} was lost {self.restarts} times, at last because {why}: see the system's log, and whether "
+                "memory is short (use fewer workers or environments)"
+            )
+        _log.warning("%s", f"{self.name} was lost and is replaced: {why}")
+        self._why = why
+        self.note(Event.STARTED)
+
+    def note(self, event: Event) -> None:
+        self._worker = self._worker.after(event, time.monotonic())
+
+    def serves_again(self) -> None:
+        """Note that the successor, which is built, has the episodes of its predecessor."""
+        self.note(Event.CURRENT)
+        self._note_replaced(self._worker.down_s or 0.0)
+
+    def end(self) -> None:
+        """The worker leaves its farm, perhaps before the successor of a lost one has served."""
+        if self._why is not None:
+            self._note_replaced(time.monotonic() - self._worker.losses[-1].at_s)
+
+    def _note_replaced(self, down_s: float) -> None:
+        assert self._why is not None
+        self._replaced.append(Replaced(self.name, self._why, down_s))
+        self._why = None
+
+
 # --- limits of memory
 
 GB = 1e9
@@ -175,7 +177,7 @@ class WorkerTooLarge(WorkerFailed):
     """A worker has grown beyond its memory limit, and is to be replaced."""
 
 
-class LimitTooSmall(UserError):
+class LimitTooSmall(FarmError):
     """A new worker needs more memory than its limit."""
 
 
