@@ -336,18 +336,17 @@ def test_killed_render_workers_are_replaced_without_a_trace() -> None:
     assert_same(run(spec, chunks=3), trace, "killed render workers change results")
 
 
-def test_processes_give_what_one_process_gives_and_leave_nothing() -> None:
+def test_processes_give_what_one_process_gives_and_serve_the_next_farm() -> None:
     spec = replace(LISTED, **SPLIT)
-    with processes(spec) as (farm, host):
-        name = str(farm.tasks[0].memory.slots.name)
-        assert name.startswith("embodied-") and (FOLDER / name).exists()
-        assert_same(run(spec), drive(farm), "processes change results")
-        pids = host.pids()
-        farm.close()
+    with closing(MortalProcesses()) as host:
+        with closing(Farm.create(spec, host)) as farm:
+            name, pids = str(farm.tasks[0].memory.slots.name), host.pids()
+            assert name.startswith("embodied-") and (FOLDER / name).exists()
+            assert_same(run(spec), drive(farm), "processes change results")
+        assert not (FOLDER / name).exists(), "the farm's memory is still there"
         assert not host.pids(), "a worker did not leave when the farm was closed"
         with closing(Farm.create(spec, host)):
             assert sorted(host.pids()) == sorted(pids), "processes are left idle and others are started"
-    assert not (FOLDER / name).exists(), "the farm's memory is still there"
 
 
 def test_another_process_address_drives_the_same_workers() -> None:
