@@ -70,7 +70,7 @@ def _publish(config: Config, session: Session, folder: Path, versions: int) -> t
             workers.publish(version)
             seconds.append(time.perf_counter() - begin)
         state = workers.learner.call(LearnerRole.weights)
-        return median(seconds[2:]), workers.weights_path, sum(tensor.nbytes for tensor in state.values())
+        return median(seconds[2:]), workers.weight_sync.path, sum(tensor.nbytes for tensor in state.values())
 
 
 def _config(settings: Weights, replicas: int) -> Config:

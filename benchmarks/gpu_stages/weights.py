@@ -39,7 +39,7 @@ def weights(work: Work) -> Figures:
         if work.variant == "by_host":
             workers.weight_sync = replace(workers.weight_sync, transports=(Transport.SHARED_MEMORY,))
         workers.begin(None, 0)
-        found: Figures = {"weights_bytes": whole, "path": workers.weights_path}
+        found: Figures = {"weights_bytes": whole, "path": workers.weight_sync.path}
         spans = [s for i in range(ITERATIONS) for s in workers.iterate(i).spans if s.name == PUBLISH]
         found["handed_over_bytes"] = 0 if shares else whole if not rank else _adapter_bytes(workers)
         if shares and work.device == "cuda":

@@ -1,4 +1,4 @@
-"""The ranks of a learner: started and connected, and their results merged into one."""
+"""The ranks of a learner: started and connected."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
-from embodied.learning.learner import ReceivedPart
-from embodied.learning.offload import Switch
-from embodied.metric import Metric
-from embodied.run.background_writer import Written
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import LOOPBACK
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import WorkflowComponent, recipe_of
-
-METRICS = (Metric("learner/ranks", "ranks", "Learner processes that shared the update."),)
 
 
 def ranks_of(config: Config, assignment: Assignment) -> int:
@@ -61,30 +55,3 @@ def _rendezvous_host(session: Session, nodes: Sequence[str]) -> str:
         return LOOPBACK
     addresses = {HERE if node.is_here else node.id: node.address for node in session.runtime.nodes()}
     return addresses[nodes[0]]
-
-
-def saved_by_ranks(learner: WorkerGroup[LearnerRole]) -> Written | None:
-    """Wait until the checkpoint in progress is complete. Returns when it was written, None without one. Raises
-    `CheckpointError` if it cannot be written."""
-    found = [written for written in learner.call_all(LearnerRole.saved) if written is not None]
-    return Written(min(one.begin_ns for one in found), max(one.end_ns for one in found)) if found else None
-
-
-def update_of_ranks(found: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of an update from those of each rank, which are equal except for times and frames read."""
-    merged = dict(found[0])
-    for name in ("learner/frames_read", "learner/frame_copies"):
-        if name in merged:
-            merged[name] = sum(one.get(name, 0) for one in found)
-    merged["learner/update_s"] = max(one["learner/update_s"] for one in found)
-    return merged | {"learner/ranks": float(len(found))}
-
-
-def received_by_ranks(found: Sequence[ReceivedPart]) -> ReceivedPart:
-    """Counts of a part that every rank has received."""
-    return replace(found[0], learn_s=max(one.learn_s for one in found))
-
-
-def switch_of_ranks(found: Sequence[Switch]) -> Switch:
-    """One switch of workers that leave, or return, at the same time."""
-    return Switch(sum(one.bytes for one in found), max(one.seconds for one in found))

@@ -1,13 +1,12 @@
-"""The workers of a run: started as an assignment places them, and the single steps that they do together.
+"""The workers of a run, started as an assignment places them.
 
-`embodied.execution.iteration` puts the steps in the order of an iteration. The last component of the loop infers the
-actions, the last after the rollout is the learner, and trajectories pass through the scorers between them. If there are
+`embodied.execution.iteration` has the steps that they do together. The last component of the loop infers the actions,
+the last after the rollout is the learner, and trajectories pass through the scorers between them. If there are
 several policy replicas, or one on another machine than the farm, a rollout worker steps the environments for them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,29 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, frame_rows, memory_rounds, run_specs
-from embodied.execution.learner_ranks import ranks_of, saved_by_ranks, start_ranks, update_of_ranks
+from embodied.execution.delivery import TrajectoryDelivery, start_delivery
+from embodied.execution.learner_ranks import ranks_of, start_ranks
 from embodied.execution.policy_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
-from embodied.execution.rollouts import (
-    Rollouts,
-    RolloutsInParts,
-    SentTrajectories,
-    SpanRecorder,
-    TrajectoryDelivery,
-    start_delivery,
-)
-from embodied.execution.run_offload import RunOffload
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
-from embodied.metric import Metric
 from embodied.reporting.live import tell
-from embodied.run import checkpoint
-from embodied.run.background_writer import Written
+from embodied.run.trace import SpanRecorder
 from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.checks import check_measure, check_ranks, check_recorded_starts
@@ -47,98 +34,39 @@ from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
 
-ANSWER_S = 5.0
-"""Longest wait, after a loss, for a rank to answer whether it still writes a checkpoint."""
-
-
-METRICS = (Metric("time/switch_s", "s", "Time in which roles changed places in a device's memory; 0 where none do."),)
-
 
 @dataclass(kw_only=True)
 class RunWorkers:
-    """The workers of a run, and the steps of an iteration. See `embodied.execution.iteration.start_run`."""
+    """The workers of a run. `embodied.execution.iteration` has the steps that they do together."""
 
     config: Config
     recipe: Recipe
+    run_dir: Path
     assignment: Assignment
     farm: Farm
-    workers: Mapping[str, WorkerGroup[Any]]
-    """By name, for each component that is no simulator."""
-    acting: WorkerGroup[PolicyRole]
+    acting: WorkerGroup[Any]
     """The policy workers: one, which is the rollout worker too, or the replicas."""
     rollout_worker: WorkerGroup[RolloutRole]
+    scorers: Mapping[str, WorkerGroup[ScorerRole]]
+    """By name, in the order in which trajectories pass through them."""
     learner: WorkerGroup[LearnerRole]
     memory: TrajectoryMemory
-    rollouts: Rollouts
     weight_sync: WeightSync
     delivery: TrajectoryDelivery
-    offload: RunOffload
+    farm_deadline_s: float
+    """Deadline of the rollout worker for its farm. It is shorter than the deadline of the call, whose message could not
+    name the farm's worker that is late."""
     spans: SpanRecorder
 
-    def begin(self, environments: dict[str, np.ndarray] | None, version: int) -> None:
-        """Publish the learner's weights, which have seen `version` updates, and start the environments, or continue
-        from the snapshot `environments`."""
-        self.publish(version)
-        self.spans.take()
-        self.rollout_worker.call(RolloutRole.begin, environments, self.recipe.rollout == "episodes")
-
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """The state of the environments after the rollout, for checkpoints."""
-        return self.rollout_worker.call(RolloutRole.snapshot)
-
-    def update(self, iteration: int, sent: SentTrajectories) -> dict[str, float]:
-        """Update the policy from the trajectories that were sent; metrics of the update."""
-        scoring = self.rollouts.await_received(sent)
-        metrics = update_of_ranks(self.learner.call_all(LearnerRole.finish, iteration))
-        end = time.monotonic_ns()
-        update_ns = int(metrics["learner/update_s"] * 1e9)
-        self.spans.mark("driver", "update", sent.begin_ns, end, trajectories=self.delivery.path)
-        self.spans.mark(self.learner.name, "update", end - update_ns, end)
-        return metrics | {"time/switch_s": 0.0} | scoring
-
-    def publish(self, version: int) -> None:
-        """Bring the learner's weights, which have seen `version` updates, to all policy workers."""
-        begin = time.monotonic_ns()
-        self.weight_sync.publish(version)
-        self.spans.mark("driver", "publish weights", begin, path=self.weights_path)
+    @property
+    def environments(self) -> int:
+        """Number of environments of all tasks."""
+        return sum(spec.num_envs for spec in self.farm.specs)
 
     @property
     def has_success(self) -> bool:
         """False if the run's tasks know no success: their measure is the return."""
         return all(info.has_success for info in self.farm.infos)
-
-    @property
-    def weights_path(self) -> str:
-        """Transport of weights from the learner to the policy workers, in words."""
-        return self.weight_sync.path
-
-    # --- checkpoints
-
-    def load(self, folder: Path) -> None:
-        """Load a verified checkpoint into the learner."""
-        self.learner.call_all(LearnerRole.load, folder)
-
-    def save(self, root: Path, state: checkpoint.RunState, environments: dict[str, np.ndarray]) -> None:
-        """Begin to write a checkpoint of the current state, once the one before is complete.
-
-        Raises `CheckpointError` if it cannot be begun, or if the one before could not be written and `saved` has not
-        raised that yet.
-        """
-        self.learner.call_all(LearnerRole.save, root, state, environments)
-
-    def saving(self) -> bool:
-        """True while a checkpoint is being written."""
-        return any(self.learner.call_all(LearnerRole.saving))
-
-    def saves_on(self) -> bool:
-        """True if, after a loss, the learner's ranks answer, so that a checkpoint that they write will be complete. A
-        rank whose peer has failed waits for that one and does not answer. Raises the failure of a rank that is gone."""
-        return self.learner.answers(self.learner.submit_all(LearnerRole.saving), ANSWER_S)
-
-    def saved(self) -> Written | None:
-        """Wait until the last checkpoint is complete; when it was written. Raises `CheckpointError` if it could not
-        be."""
-        return saved_by_ranks(self.learner)
 
 
 Run = TypeVar("Run", bound=RunWorkers)
@@ -172,56 +100,34 @@ def start_workers(
         assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
         acting = start_policy_workers(recipe.policy, base, session, assignment, farm, learner)
         scorers = _start_scorers(session, base, assignment, learner, whole)
-        rollout_worker = acting.rollout_worker
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acting.workers.call_one(0, PolicyRole.layout)
-        delivery = start_delivery(session, assignment, rollout_worker, learner, farm)
-        memory = TrajectoryMemory.create(layout, farm.frames, not farm.in_process)
-        spans = SpanRecorder()
-        rollouts = (RolloutsInParts if recipe.rollout == "episodes" else Rollouts)(
-            config=config,
-            assignment=assignment,
-            rollout_worker=rollout_worker,
-            scorers=scorers,
-            learner=learner,
-            delivery=delivery,
-            environments=sum(spec.num_envs for spec in farm.specs),
-            farm_deadline_s=farm_deadline_s,
-            spans=spans,
-        )
         run = order(
             config=config,
             recipe=recipe,
+            run_dir=run_dir,
             assignment=assignment,
             farm=farm,
-            workers={learner.name: learner, acting.workers.name: acting.workers, **scorers},
             acting=acting.workers,
-            rollout_worker=rollout_worker,
+            rollout_worker=acting.rollout_worker,
+            scorers=scorers,
             learner=learner,
-            memory=memory,
-            rollouts=rollouts,
+            memory=TrajectoryMemory.create(layout, farm.frames, not farm.in_process),
             weight_sync=_weight_sync(config, assignment, learner, acting.workers, farm_deadline_s),
-            delivery=delivery,
-            offload=RunOffload(
-                farm=farm,
-                rollout_worker=rollout_worker,
-                acting=acting.workers,
-                assignment=assignment,
-                learner=learner,
-                run_dir=run_dir,
-                farm_deadline_s=farm_deadline_s,
-            ),
-            spans=spans,
+            delivery=start_delivery(session, assignment, acting.rollout_worker, learner, farm),
+            farm_deadline_s=farm_deadline_s,
+            spans=SpanRecorder(),
         )
         try:
-            delivery.use(memory)
-            acting.use(memory)
+            run.delivery.use(run.memory)
+            acting.use(run.memory)
             yield run
             learner.call_all(LearnerRole.leave)
-            for group in (*run.workers.values(), *acting.helpers, *delivery.helpers):
+            groups = learner, acting.workers, *scorers.values(), *acting.helpers, *run.delivery.helpers
+            for group in groups:
                 group.end()
         finally:
-            memory.close()
+            run.memory.close()
         for left in run_dir.glob("unloaded-*.safetensors"):
             left.unlink()
 

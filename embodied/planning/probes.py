@@ -185,7 +185,7 @@ def _refusal(task: str, device: RenderDevice) -> str | None:
 def gpu_drawing(workers: OnPolicy, gpu: torch.device) -> GpuDrawing:
     """Let the renderers leave the GPU and come back, and see what becomes free. What the driver keeps of a process that
     has drawn is not among it."""
-    before, deadline_s = free_bytes(gpu), workers.rollouts.farm_deadline_s
+    before, deadline_s = free_bytes(gpu), workers.farm_deadline_s
     out = workers.rollout_worker.call(RolloutRole.unload_renderers, deadline_s)
     held = max(free_bytes(gpu) - before, 0)
     return GpuDrawing(held, (out, workers.rollout_worker.call(RolloutRole.load_renderers, deadline_s)))

@@ -88,6 +88,22 @@ class _Iteration:
         return [Span(ITERATIONS, name, self.start_ns, max(end_ns, self.start_ns), args), *self.spans]
 
 
+@dataclass
+class SpanRecorder:
+    """Collects the driver's spans of one iteration."""
+
+    _spans: list[Span] = field(default_factory=list)
+
+    def mark(self, track: str, name: str, begin_ns: int, end_ns: int | None = None, **args: Any) -> None:
+        """Add a span that ends at `end_ns`, or now."""
+        self._spans.append(Span(track, name, begin_ns, end_ns or time.monotonic_ns(), args))
+
+    def take(self) -> list[Span]:
+        """Return the spans that were collected since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
 class TraceWriter:
     """Collects spans in bounded memory: those of the first `keep_first` and the last `keep_last` iterations,
     and at most `max_spans` of each; the number of spans that this cost is written with the iteration."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embodied.algorithms import controls
 from embodied.evaluation import result_metrics
-from embodied.execution import learner_ranks, rollouts, run_workers
+from embodied.execution import iteration
 from embodied.learning import learner, update
 from embodied.training import checkpoints, iteration_metrics, sft
 
@@ -12,12 +12,10 @@ COUNTS = iteration_metrics.COUNTS
 TRAINING = (
     *iteration_metrics.METRICS,
     *checkpoints.METRICS,
-    *run_workers.METRICS,
-    *rollouts.METRICS,
+    *iteration.METRICS,
     *update.METRICS,
     *controls.METRICS,
     *learner.METRICS,
-    *learner_ranks.METRICS,
 )
 """Metrics of a row of `embodied train`."""
 IMITATION = sft.METRICS

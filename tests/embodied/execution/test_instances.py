@@ -107,7 +107,7 @@ def test_a_rank_that_waits_acts_with_its_own_policy(
     placed = assign(plan, config, tuple(CORES))
     assert placed.hosts == hosts
     with start_run(config, tmp_path, ray, placed) as workers:
-        assert workers.weights_path.endswith(path)
+        assert workers.weight_sync.path.endswith(path)
         for replica, host in enumerate(hosts):
             mine, ranks = workers.acting.some([replica]), [workers.learner.some([i]) for i in range(learner[1])]
             beside = [mine.path_from(rank) == "by reference" for rank in ranks]

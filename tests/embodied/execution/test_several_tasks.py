@@ -223,7 +223,7 @@ def test_advantages_are_normalised_over_what_is_declared(over: str, here: Sessio
 def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_path: Path) -> None:
     """In the learner's process it holds none of its own."""
     with start_run(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
-        assert set(workers.workers) == {"policy", "learner"}
+        assert (workers.acting.name, workers.learner.name, workers.scorers) == ("policy", "learner", {})
         rollout_worker, learner = workers.rollout_worker.handles[0], workers.learner.handles[0]
         assert isinstance(rollout_worker, LocalHandle) and isinstance(learner, LocalHandle)
         acting, trained = rollout_worker.worker.policy, learner.worker.policy

@@ -22,8 +22,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import PeerFailed, UserError
 from embodied.execution.assignment import Assignment, configured
-from embodied.execution.iteration import OnPolicy, start_run
-from embodied.execution.learner_ranks import update_of_ranks
+from embodied.execution.iteration import OnPolicy, merged_update, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
 from embodied.learning.learner import Learner
@@ -441,7 +440,7 @@ def test_ranks_with_other_versions_of_torch_are_refused(monkeypatch: pytest.Monk
 
 def test_the_metrics_of_ranks_are_one_updates() -> None:
     one = {"learner/grad_norm": 2.0, "learner/frames_read": 5.0, "learner/update_s": 1.0}
-    assert update_of_ranks([one, {**one, "learner/update_s": 3.0}]) == {
+    assert merged_update([one, {**one, "learner/update_s": 3.0}]) == {
         "learner/grad_norm": 2.0, "learner/frames_read": 10.0, "learner/update_s": 3.0, "learner/ranks": 2.0,
     }  # fmt: skip
 

@@ -94,7 +94,7 @@ def reference_beside(workers: OnPolicy, policy: Policy) -> ReferenceWorker:
     config = workers.config
     spec = policy_spec(config, workers.farm.infos[0])
     affinity = workers.assignment.first_of("reference")
-    worker = ReferenceWorker.make(WorkerContext(config, spec, workers.offload.run_dir, affinity, shares=True))
+    worker = ReferenceWorker.make(WorkerContext(config, spec, workers.run_dir, affinity, shares=True))
     worker.share(policy)
     return worker
 

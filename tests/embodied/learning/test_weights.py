@@ -160,7 +160,7 @@ def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", runtime={"mode": mode, "deadline_s": 120}), "test")
     with open_session(config) if mode == "inline" else nullcontext(ray) as session:
         with start_run(config, folder, session, plan) as workers:
-            assert workers.weights_path == path
+            assert workers.weight_sync.path == path
             workers.begin(None, 0)
             yield workers
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
 ) -> None:
     monkeypatch.setattr(weight_sync, "transports_to", lambda source, targets: (Transport.GPU_MEMORY,) * len(targets))
     with start_run(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
-        assert workers.weights_path == "shared memory"
+        assert workers.weight_sync.path == "shared memory"
         workers.begin(None, 0)
         conforms(workers, asks=True)
 
@@ -206,7 +206,7 @@ def test_every_tensor_arrives_as_it_left_between_gpus(way: str, ray: Session, tm
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", policy={"device": "cuda"}), "test")
     components = {"policy": (Affinity(device=device),), "learner": (Affinity(device="cuda:0"),)}
     with start_run(config, tmp_path, ray, replace(APART, components=components)) as workers:
-        assert workers.weights_path == path
+        assert workers.weight_sync.path == path
         workers.begin(None, 0)
         conforms(workers, asks=True)
 

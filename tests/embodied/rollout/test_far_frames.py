@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.execution.rollouts import FrameSource, FrameSourceReader
+from embodied.execution.delivery import FrameSource, FrameSourceReader
 from embodied.trajectories import memory as trajectory_memory
 from embodied.trajectories.batch import join_columns
 from embodied.trajectories.memory import FrameShape, RemoteFrames

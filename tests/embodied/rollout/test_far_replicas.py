@@ -156,7 +156,7 @@ def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tm
 
 
 def begun(workers: OnPolicy) -> None:
-    workers.rollouts.farm_deadline_s = 5.0
+    workers.farm_deadline_s = 5.0
     workers.begin(None, 0)
 
 

@@ -344,7 +344,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
             pytest.raises(FarmError, match=message),
             start_run(config, tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
         ):
-            workers.rollouts.farm_deadline_s = 5.0  # of the rollout_worker, which it gives replicas too
+            workers.farm_deadline_s = 5.0  # of the rollout_worker, which it gives replicas too
             workers.begin(None, 0)
             pids = [process.pid for process in runtime._processes if process.pid]
             memories = mapped([os.getpid(), *pids])

@@ -27,8 +27,8 @@ from embodied.devices import Affinity, fingerprint
 from embodied.errors import UserError
 from embodied.execution import rollouts
 from embodied.execution.assignment import Assignment, assign
+from embodied.execution.delivery import FrameSourceReader
 from embodied.execution.iteration import start_run
-from embodied.execution.rollouts import FrameSourceReader
 from embodied.execution.session import Session
 from embodied.planning.clusters import run_cluster
 from embodied.planning.profiler import work_of
