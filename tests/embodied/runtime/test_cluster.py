@@ -25,7 +25,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity, fingerprint
 from embodied.errors import UserError
-from embodied.execution import rollouts
+from embodied.execution import delivery
 from embodied.execution.assignment import Assignment, assign
 from embodied.execution.delivery import FrameSourceReader
 from embodied.execution.iteration import start_run
@@ -197,7 +197,7 @@ def test_far_ranks_fetch_the_frames_that_they_evaluate_once(
 
     near, far = (replace(of_two_ranks(machines, node), ahead=ahead) for node in ("", "far"))
     expected = test_learner_ranks.run(settings, session, near, tmp_path / "near")
-    monkeypatch.setattr(rollouts, "FrameSourceReader", recorded)
+    monkeypatch.setattr(delivery, "FrameSourceReader", recorded)
     found = test_learner_ranks.run(settings, session, far, tmp_path / "far")
     assert_equal(found, expected)
     assert len(folders) == len(found.iterations) == 3
