@@ -328,8 +328,7 @@ def _run_episodes(
                 worker.call(Evaluator.begin, task, sizes, reach)
             recovery.serving(len(folder.outcomes))
             _run_task(worker, folder, len(left), title, worker.deadline.inner().seconds)
-            for lost in session.runtime.host.take_replaced():
-                _say(recovery.note_replaced(lost, len(folder.outcomes)))
+            recovery.note_replaced(session.runtime, len(folder.outcomes), _say)
         done += len(left)
     if worker is None:
         return None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,11 +20,11 @@ from embodied.errors import PeerFailed, UserError
 from embodied.execution.session import Session
 from embodied.files import Lines
 from embodied.reporting.live import tell
-from embodied.runtime.api import RuntimeLost
+from embodied.runtime.api import Runtime, RuntimeLost
 from policies.errors import PolicyError
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
-from sim_farm.workers.supervision import Event, Replaced, State, Supervised
+from sim_farm.workers.supervision import Event, State, Supervised
 
 R = TypeVar("R")
 
@@ -46,6 +46,26 @@ class Recovery:
     """Farm workers that were replaced meanwhile."""
     _errors: set[tuple[int, str]] = field(default_factory=set)
 
+    @contextmanager
+    def attempt(
+        self, session: Session, done: Callable[[], int], go_back: Callable[[Exception], None]
+    ) -> Iterator[None]:
+        """In the block, build the workers and do the work. A loss after which the run goes on ends the block silently,
+        with no worker left, after `go_back` was called; attempt it again then. `done` counts the finished iterations,
+        or what is counted.
+
+        Raises the error that ends the run, as `goes_on` says; in one process every error, since no other can be lost.
+        """
+        self.started()
+        try:
+            yield
+        except Exception as error:
+            self.note_replaced(session.runtime, done(), tell)
+            if session.config.runtime.mode == "inline" or not self.goes_on(error, done()):
+                raise
+            session.runtime.end_workers()
+            go_back(error)
+
     def goes_on(self, error: Exception, done: int) -> bool:
         """Note the loss, with so many iterations (or what is counted) done; whether to go on after it.
 
@@ -55,12 +75,12 @@ class Recovery:
         if not _is_loss(error):
             return False
         self.workers = self.workers.lost(self.clock(), done)
-        found = (done, f"{type(error).__name__}: {error}")
-        again = found in self._errors and not isinstance(error, RuntimeLost)
+        text = f"{type(error).__name__}: {error}"
+        again = (done, text) in self._errors and not isinstance(error, RuntimeLost)
         ends = again or self.workers.hopeless
-        self._errors.add(found)
+        self._errors.add((done, text))
         self.recoveries += not ends
-        self._write(done, "the run ends" if ends else "the run goes on", error=found[1])
+        self._write(done, "the run ends" if ends else "the run goes on", error=text)
         return not ends
 
     def started(self) -> None:
@@ -81,12 +101,13 @@ class Recovery:
         self.built()
         self.current(done)
 
-    def note_replaced(self, found: Replaced, done: int) -> str:
-        """Note a worker of the farm that was replaced; what to say of it."""
-        self.replaced += 1
-        why = f"{found.worker} was lost: {found.why}"
-        self._write(done, "it was replaced", error=why, down_s=found.down_s)
-        return f"{why}; replaced within {found.down_s:.1f} s"
+    def note_replaced(self, runtime: Runtime, done: int, say: Callable[[str], None]) -> None:
+        """Note the farm's workers that the runtime has replaced since the last call, and print each with `say`."""
+        for lost in runtime.host.take_replaced():
+            self.replaced += 1
+            why = f"{lost.worker} was lost: {lost.why}"
+            self._write(done, "it was replaced", error=why, down_s=lost.down_s)
+            say(f"{why}; replaced within {lost.down_s:.1f} s")
 
     def _note(self, state: State, event: Event) -> bool:
         if self.workers.state is not state:
@@ -101,21 +122,17 @@ class Recovery:
 
 
 def until_done(work: Callable[[], R], recovery: Recovery, session: Session, done: Callable[[], int]) -> R:
-    """Do the work; after each loss what is left of it, on workers that are built anew. `done` says how much is.
+    """Do the work; after each loss what is left of it, on workers that are built anew. `done` counts what is done.
 
-    Raises the error that ends it, as `Recovery.goes_on` says; in one process every error, since no other can be lost.
+    Raises the error that ends it, as `Recovery.attempt` does.
     """
+
+    def tell_loss(error: Exception) -> None:
+        tell(f"lost: {error}\nwhat is left is done again; see {recovery.folder / FILE}")
+
     while True:
-        recovery.started()
-        try:
+        with recovery.attempt(session, done, tell_loss):
             return work()
-        except Exception as error:
-            for lost in session.runtime.host.take_replaced():
-                tell(recovery.note_replaced(lost, done()))
-            if session.config.runtime.mode == "inline" or not recovery.goes_on(error, done()):
-                raise
-            tell(f"lost: {error}\nwhat is left is done again; see {recovery.folder / FILE}")
-            session.runtime.end_workers()
 
 
 def _is_loss(error: Exception) -> bool:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from embodied.config.schema import Config
-from embodied.errors import UserError
 from embodied.execution.iteration import Iteration
 from embodied.metric import Metric
 from embodied.rollout.rollout_summary import RolloutSummary
-from embodied.statistics import wilson
 from embodied.training.checkpoints import RECENT, Position
-from embodied.trajectories.batch import FAULTY
 from embodied.workflows.sizes import tasks_of
 from sim_farm.catalogue import exact_replay
 
@@ -60,10 +55,16 @@ METRICS = (
 
 
 def iteration_row(
-    config: Config, position: Position, iteration: Iteration, checkpoints: Mapping[str, float], *, has_success: bool
+    config: Config,
+    position: Position,
+    iteration: Iteration,
+    checkpoints: Mapping[str, float],
+    *,
+    has_success: bool,
+    other_programs: float | None,
 ) -> dict[str, float]:
     """The row of the iteration that ends at `position`, with the seconds that `checkpoints` took. Where the tasks have
-    no success, nothing in it is about that."""
+    no success, nothing in it is about that. `other_programs`: the share that they used, None where it is not known."""
     summary, learned, wall_s = iteration.summary, iteration.learned, iteration.wall_s
     episodes = summary.episodes
     returns = [e.total_reward for e in episodes if np.isfinite(e.total_reward)]
@@ -88,6 +89,7 @@ def iteration_row(
         **checkpoints,
         **_shares(summary, learned["learner/update_s"], wall_s),
         **learned,
+        "time/other_programs": nothing if other_programs is None else other_programs,
     }
 
 
@@ -112,7 +114,7 @@ def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
     solved: dict[str, list[bool]] = {task: [] for task in tasks}
     for episode in summary.episodes:
         solved[tasks[episode.task]].append(episode.success)
-    return {f"env/success_once/{task}": float(np.mean(found)) if found else math.nan for task, found in solved.items()}
+    return {f"env/success_once/{task}": float(np.mean(each)) if each else math.nan for task, each in solved.items()}
 
 
 def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
@@ -130,21 +132,6 @@ def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
     faults = Counter(episode.fault for episode in ended if episode.fault).most_common(SHOWN_FAULTS)
     why = "".join(f"\n  {fault}" + (f" ({times} times)" if times > 1 else "") for fault, times in faults)
     return f"left out {count} episodes in which a reward or an observation was not finite{lost}{where}{why}"
-
-
-class FaultWatch:
-    """Watches for a fault of the task's that breaks every episode, from which nothing is learned."""
-
-    def __init__(self) -> None:
-        self._faulty = 0
-        """Episodes of the last iterations, in which every judged one was broken by a fault."""
-
-    def see(self, summary: RolloutSummary) -> None:
-        """Raise `UserError` with the fault where whole iterations, of `FAULTY` episodes or more, were broken by one."""
-        judged = [episode.fault for episode in summary.episodes if episode.fault or not episode.truncated]
-        self._faulty = self._faulty + len(judged) if all(judged) else 0
-        if judged and self._faulty >= FAULTY:
-            raise UserError(f"the last {self._faulty} episodes that the task ended were all broken: {judged[-1]}")
 
 
 def _frame_copies(summary: RolloutSummary, learned: Mapping[str, float]) -> dict[str, float]:
@@ -173,154 +160,3 @@ def _shares(summary: RolloutSummary, update_s: float, wall_s: float) -> dict[str
     }
     shares = {f"time/{name}": seconds / wall_s for name, seconds in parts.items()}
     return {**shares, "time/idle": max(0.0, 1 - sum(shares.values()))}
-
-
-# --- A run that unlearns what it had learned says so, with what usually explains it.
-
-
-PATIENCE = 5
-"""Iterations in a row for which success must be below what it was."""
-EXPLAINS = ("approx_kl", "clip_fraction", "entropy", "grad_norm", "explained_variance")
-"""Metrics of the learner that a warning of fallen success shows."""
-
-
-@dataclass
-class CollapseWatch:
-    """Compares the success of the last training episodes with the best that it has been.
-
-    It has fallen where the 95% Wilson intervals of the two do not meet.
-    """
-
-    episodes: int
-    """Number of episodes that a success rate is over."""
-    best: float = 0.0
-    best_iteration: int = 0
-    _below: int = 0
-    _reported: bool = field(default=False, repr=False)
-
-    def see(self, row: Mapping[str, Any]) -> str | None:
-        """Look at an iteration's row of metrics. What to say, once for each fall."""
-        recent = row.get("env/success_recent")
-        if recent is None or recent != recent:
-            return None
-        if recent >= self.best:
-            self.best, self.best_iteration = recent, int(row["iteration"])
-            self._below, self._reported = 0, False
-            return None
-        low, high = self._interval(recent)
-        best_low, best_high = self._interval(self.best)
-        self._below = self._below + 1 if high < best_low else 0
-        if self._below < PATIENCE or self._reported:
-            return None
-        self._reported = True
-        explaining = {name: row.get(f"learner/{name}") for name in EXPLAINS}
-        beside = ", ".join(f"{name} {value:.3g}" for name, value in explaining.items() if value is not None)
-        return (
-            f"success has fallen: {recent:.0%} ({low:.0%} to {high:.0%}) of the last {self.episodes} episodes, for "
-            f"{PATIENCE} iterations, and {self.best:.0%} ({best_low:.0%} to {best_high:.0%}) at iteration "
-            f"{self.best_iteration}; {beside}. A smaller optim.policy_lr or optim.target_kl is the usual way on, "
-            "from a checkpoint of that time (--policy.init RUN/checkpoints/NNNNNN)"
-        )
-
-    def _interval(self, rate: float) -> tuple[float, float]:
-        return wilson(round(rate * self.episodes), self.episodes)
-
-
-# --- A run that learns nothing says so, with the cause and what is the usual way on.
-
-
-STANDSTILL = 3
-"""Iterations in a row without learning after which it is said, and after which a run ends of which every episode is
-broken."""
-
-
-@dataclass
-class StandstillWatch:
-    """Counts the iterations in a row in which the policy was not changed, by their rows of metrics."""
-
-    config: Config
-    iterations: int = 0
-    """Those of them that were the last ones."""
-    learned: bool = False
-    """True if an iteration has changed the policy."""
-    _cause: str = ""
-    _last: dict[str, Any] = field(default_factory=dict)
-
-    def see(self, row: Mapping[str, Any]) -> str | None:
-        """Look at an iteration's row of metrics. What to say, once for each standstill."""
-        self._cause, self._last = _unlearned(row, self.config), dict(row)
-        self.learned |= not self._cause
-        self.iterations = self.iterations + 1 if self._cause else 0
-        return self._sentence() if self.iterations == STANDSTILL else None
-
-    def all_broken(self, last: bool) -> bool:
-        """True if every episode of several iterations was broken, or of all that there were, where none follows."""
-        lasting = self.iterations >= STANDSTILL or (last and not self.learned)
-        return lasting and bool(self.iterations) and _only_broken(self._last)
-
-    def at_end(self) -> str | None:
-        """The warning at the end of a run; None where its last iterations have learned."""
-        if self.iterations < STANDSTILL and (self.learned or not self.iterations):
-            return None
-        return ("nothing was learned: " if not self.learned else "") + self._sentence()
-
-    def _sentence(self) -> str:
-        last = "the last iteration" if self.iterations == 1 else f"the last {self.iterations} iterations"
-        return f"{last} did not change the policy: {self._cause}"
-
-
-def _only_broken(row: Mapping[str, Any]) -> bool:
-    """True if episodes ended in the iteration, and a number of each was not finite."""
-    mean = row.get("env/return")
-    return bool(row.get("env/episodes")) and (mean is None or math.isnan(mean))
-
-
-def _unlearned(row: Mapping[str, Any], config: Config) -> str:
-    """Cause for which an iteration has not changed the policy, with the usual way on; empty where it has."""
-    if "learner/steps" not in row:  # of a record that does not say it
-        return ""
-    if _only_broken(row):
-        return (
-            f"all {row['env/episodes']:.0f} episodes were left out, since a reward or an observation was not finite. "
-            "Mend the task, or its reward"
-        )
-    if config.optim.policy_lr == 0:
-        return "optim.policy_lr is 0. Set it above 0 (--optim.policy-lr 3e-4)"
-    if row["learner/steps"] and row.get("learner/grad_norm") != 0:
-        return ""
-    if row.get("learner/stopped_by_kl"):
-        return "optim.target_kl ended the update before its first optimiser step. Raise it, or leave it out"
-    if row.get("learner/informative_groups") != 0:
-        taken = "no optimiser step was taken" if not row["learner/steps"] else "the gradient was zero"
-        return (
-            f"{taken}. Every episode counted alike ({_outcomes(row)}), or all were masked: begin from a policy that "
-            "solves some of them (--policy.init RUN), or take an easier task or a denser reward"
-        )
-    return f"no episode group was informative ({_outcomes(row)}), so that no optimiser step was taken. " + _way_on(
-        row, config
-    )
-
-
-def _outcomes(row: Mapping[str, Any]) -> str:
-    success, mean = row.get("env/success_once"), row.get("env/return")
-    solved = "" if success is None or math.isnan(success) else f"{success:.0%} of the episodes solved, "
-    return f"{solved}mean return {'unknown' if mean is None else f'{mean:.3g}'}"
-
-
-def _way_on(row: Mapping[str, Any], config: Config) -> str:
-    """What to do where all episodes of each episode group came out alike."""
-    success, settings = row.get("env/success_once"), config.advantage
-    if success == 1:
-        return "Every episode is solved: take a harder task, or end the run (--stop-at-success)"
-    ways = []
-    if settings.mask_truncated:
-        ways.append("count episodes that reach their limit (--advantage.no-mask-truncated)")
-    if settings.keep_rates is not None:
-        ways.append(f"keep more groups than those of advantage.keep_rates {settings.keep_rates}")
-    if success == 0:
-        ways.append("begin from a policy that solves some (`embodied sft`, then --policy.init RUN)")
-    else:
-        ways.append("sample more widely")
-    ways.append("take an easier task")
-    ways.append(f"let more episodes be compared (--rollout.episode-group {2 * config.rollout.episode_group})")
-    return f"The episodes of each came out alike: {', or '.join(ways)}"

@@ -19,7 +19,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import HERE, Assignment, FarmAssignment
-from embodied.execution.iteration import Iteration, start_run
+from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.roles import LearnerRole, RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.reporting.metrics import read
@@ -156,27 +156,19 @@ def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> No
     assert "left out 2 episodes" in running and "column" not in running, "none of them has ended"
 
 
-def test_the_return_is_that_of_the_episodes_whose_rewards_are_finite(tmp_path: Path) -> None:
-    class Broken(training._Loop):
-        def _iterate(self, progress: Any) -> Any:
-            rollout = self.workers.rollout
+def test_the_return_is_that_of_the_episodes_whose_rewards_are_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout, returns = OnPolicy.rollout, list[list[float]]()
 
-            def with_one_broken(number: int) -> Any:
-                summary = rollout(number)
-                first, *rest = summary.episodes
-                returns.append([episode.total_reward for episode in rest])
-                return replace(summary, episodes=(replace(first, total_reward=math.nan), *rest))
+    def with_one_broken(workers: OnPolicy, number: int) -> Any:
+        summary = rollout(workers, number)
+        first, *rest = summary.episodes
+        returns.append([episode.total_reward for episode in rest])
+        return replace(summary, episodes=(replace(first, total_reward=math.nan), *rest))
 
-            self.workers.rollout = with_one_broken  # type: ignore[method-assign, assignment]
-            return super()._iterate(progress)
-
-    returns: list[list[float]] = []
-    patch = pytest.MonkeyPatch()
-    patch.setattr(training, "_Loop", Broken)
-    try:
-        run(config_of(STATES, iterations=1), tmp_path / "run")
-    finally:
-        patch.undo()
+    monkeypatch.setattr(OnPolicy, "rollout", with_one_broken)
+    run(config_of(STATES, iterations=1), tmp_path / "run")
     (row,) = read(tmp_path / "run")
     assert returns[0] and row["env/return"] == pytest.approx(sum(returns[0]) / len(returns[0]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import yaml
 from embodied.cli import main
 from embodied.commands.train import train_run
 from embodied.config.files import parse_config
+from embodied.errors import UserError
 from embodied.reporting.metrics import read
-from embodied.training.iteration_metrics import PATIENCE, STANDSTILL, CollapseWatch, StandstillWatch
+from embodied.training.watches import PATIENCE, STANDSTILL, BrokenWatch, CollapseWatch, StandstillWatch
+from embodied.trajectories.batch import FAULTY, EndedEpisode
 
 
 def warned_at(rates: Sequence[float | None]) -> list[int]:
@@ -100,12 +103,35 @@ def test_each_cause_is_named() -> None:
     assert still.see(LEARNED) is None and "optim.policy_lr is 0" in str(still.at_end())
 
 
+def ends(*rows: dict[str, float], last: bool = False, episodes: tuple[EndedEpisode, ...] = ()) -> str:
+    """The error that ends a run after these rows; empty if it goes on. `episodes` are those of the last."""
+    watch = BrokenWatch()
+    for row in rows:
+        watch.see(row)
+    try:
+        watch.end(episodes, "", last=last)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def test_broken_episodes_end_a_run_after_some_iterations_or_at_its_end() -> None:
-    assert not watched(BROKEN, BROKEN)[0].all_broken(last=False)
-    assert watched(BROKEN, BROKEN)[0].all_broken(last=True)
-    assert watched(*[BROKEN] * STANDSTILL)[0].all_broken(last=False)
-    assert not watched(*[ALIKE] * STANDSTILL)[0].all_broken(last=True)
-    assert not watched(LEARNED, BROKEN)[0].all_broken(last=True)
+    assert not ends(BROKEN, BROKEN)
+    assert ends(BROKEN, BROKEN, last=True)
+    assert ends(*[BROKEN] * STANDSTILL)
+    assert not ends(*[ALIKE] * STANDSTILL, last=True)
+    assert not ends(LEARNED, BROKEN, last=True)
+
+
+def test_episodes_broken_by_a_fault_of_the_task_end_a_run_at_once() -> None:
+    """Those that the step limit ended count neither way."""
+    faulty = tuple(EndedEpisode(env, False, math.nan, 4, fault="it fell apart") for env in range(FAULTY))
+    cut = EndedEpisode(0, False, 0.0, 4, truncated=True)
+    assert ends(LEARNED, episodes=(cut, *faulty)) == (
+        f"the last {FAULTY} episodes that the task ended were all broken: it fell apart"
+    )
+    assert not ends(LEARNED, episodes=(cut, *faulty[1:]))
+    assert not ends(LEARNED, episodes=(*faulty, EndedEpisode(0, False, 0.0, 4)))
 
 
 SMALL: dict[str, Any] = {
