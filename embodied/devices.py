@@ -203,11 +203,6 @@ def value_of(policy: Policy, inputs: Inputs) -> Tensor:
     return policy.value(inputs.to(device_of(policy))).to(CPU)
 
 
-def defines(policy: Policy, method: str) -> bool:
-    """True if the policy overrides that method; the contract's own does nothing and needs no inputs."""
-    return getattr(type(policy), method) is not getattr(Policy, method)
-
-
 def release() -> None:
     """Return memory that no tensor uses to the device: other processes may need it."""
     if torch.cuda.is_initialized():

@@ -46,7 +46,7 @@ CONFIG = Config.model_validate(
         "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": -1.0}},
         "rollout": {"episode_group": 4},
         "advantage": {"outcome": "return"},
-        "optim": {"epochs": 1, "minibatch": 0, "policy_lr": 1e-2, "threads": 1},
+        "optim": {"epochs": 1, "minibatch": 0, "policy_lr": 1e-2},
         "eval": {"episodes": 20, "videos": 0},
         "runtime": {"mode": "inline"},
     }

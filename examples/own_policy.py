@@ -57,7 +57,7 @@ CONFIG = Config.model_validate(
         "env": {"task": "tabletop/reach", "num_envs": 8},
         "policy": {"kind": "own_policy:Linear", "options": {"std": 0.5}},
         "advantage": {"gamma": 0.9, "lam": 0.9},
-        "optim": {"epochs": 8, "policy_lr": 3e-2, "value_lr": 1e-2, "threads": 1},
+        "optim": {"epochs": 8, "policy_lr": 3e-2, "value_lr": 1e-2},
         "eval": {"episodes": 20, "videos": 0},
     }
 )

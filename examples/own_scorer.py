@@ -39,7 +39,7 @@ CONFIG = Config.model_validate(
         "env": {"task": "tabletop/reach", "num_envs": 8},
         "policy": {"options": {"widths": [64, 64]}},
         "advantage": {"gamma": 0.9, "lam": 0.9},
-        "optim": {"epochs": 8, "minibatch": 128, "policy_lr": 1e-3, "value_lr": 1e-3, "threads": 1},
+        "optim": {"epochs": 8, "minibatch": 128, "policy_lr": 1e-3, "value_lr": 1e-3},
         "eval": {"episodes": 20, "videos": 0},
         "runtime": {"mode": "inline"},
     }

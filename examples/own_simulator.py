@@ -69,7 +69,7 @@ class PointPhysics:
 BACKEND = Backend("point", make_physics=PointPhysics, make_renderer=None, tasks=lambda: ["reach"])
 CONFIG = Config.model_validate(
     {"name": "example-simulator", "iterations": 8, "env": {"task": "own_simulator:BACKEND/reach"},
-     "policy": {"options": {"widths": [32, 32]}}, "optim": {"policy_lr": 3e-3, "threads": 1},
+     "policy": {"options": {"widths": [32, 32]}}, "optim": {"policy_lr": 3e-3},
      "eval": {"episodes": 20, "videos": 0}}
 )  # fmt: skip
 

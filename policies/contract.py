@@ -6,11 +6,10 @@ H x W pixels, Z noise numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -56,20 +55,6 @@ class Inputs:
             frames={name: frame.to(device) for name, frame in self.frames.items()},
             episode=None if self.episode is None else self.episode.to(device),
         )
-
-
-@dataclass(frozen=True)
-class Normalised:
-    """Numbers that a policy normalises, N rows of D, beside the statistics by which it does."""
-
-    name: str
-    """`action`, `proprio` or `state`."""
-    values: Tensor
-    """[N, D] as the statistics take them: after the policy's transforms."""
-    low: Tensor
-    """[D] what becomes -1; NaN for a number that stays as it is."""
-    high: Tensor
-    """[D] what becomes 1."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +155,11 @@ class Policy(nn.Module):
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """`nn.Module` declares that any other attribute is a tensor or a module; capabilities are neither."""
+
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         """Decide. `noise` is [B, Z] float32 standard normal; None takes the mode (evaluation).
 
@@ -205,82 +195,15 @@ class Policy(nn.Module):
         """The critic alone, [B] float32, or [B, C] where `act`'s are. No gradient."""
         raise NotImplementedError
 
-    def observe(self, inputs: Inputs) -> None:
-        """Update the normalisation statistics from a rollout's inputs; called once after each update."""
-
-    def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The part of `evaluate` that no trained weight enters; no gradient. Each tensor has B rows.
-
-        Where rows are evaluated several times, it is computed once and joins their traces, in which `evaluate` looks
-        for it. Empty, the default: there is no such part.
-        """
-        return {}
-
-    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
-        """[B] float32 with gradients: the loss of taking the demonstrated actions; the likelier, the lower.
-
-        `actions` [B, P, A] float32 in the environment's units, P = `spec.predicted`; `counted` [B, P] bool, the others
-        lie beyond the episode's end; each row's loss is a mean over its counted elements, of an answer in tokens their
-        sum. `noise` [B, Z] is standard normal, for losses that are drawn. Raises `PolicyError` for a policy that cannot
-        be trained so.
-        """
-        raise PolicyError(f"the policy {self.kind} cannot learn from demonstrations")
-
-    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
-        """Take the ranges of the demonstrated actions [N, A] (and of proprioception [N, P]) as the policy's units.
-
-        Called once, before supervised training. Policies whose units do not come from demonstrations do nothing.
-        """
-
-    own_units: ClassVar[str] = ""
-    """Option, and its value, with which units are those of the demonstrations (`adopt_units`): `asset demonstrations`.
-    Empty: there is none."""
-
-    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
-        """Demonstrated `actions` [N, A] in the environment's units, and the proprioception [N, P] and state [N, S] of
-        the `inputs`, beside the statistics that normalise them. Empty, the default: there are none."""
-        return ()
-
-    @property
-    def network_image_size(self) -> int | None:
-        """Height and width in pixels of the pictures that the network is shown, whatever size frames have. None, the
-        default: frames are shown as they are, and have `spec.image_size`."""
-        return None
-
-    @property
-    def normalised_by(self) -> str:
-        """Source of the statistics that give actions and observations their units, in words."""
-        return "observations by the rows learned from; actions are in the environment's units"
-
-    @property
-    def has_new_adapter(self) -> bool:
-        """True if all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
-        from now on and whatever is learned, the policy as it is now."""
-        return False
-
-    def without_adapter(self) -> AbstractContextManager[None]:
-        """A context in which the policy computes as if it had no adapter. Nothing is copied, and nothing may be trained
-        within. Raises `PolicyError` for a policy that has none."""
-        raise PolicyError(f"the policy {self.kind} has no adapter that could be left out")
-
     def architecture(self) -> dict[str, Any]:
         """JSON-able keyword arguments (beside the spec) from which the same network can be built."""
         raise NotImplementedError
 
-    def shards(self) -> Sequence[Sequence[nn.Module]]:
-        """Groups of modules whose parameters are gathered and freed together where processes hold a shard of each.
 
-        Within `evaluate`, every module named is used by being called and in no other way: a call is what gathers it.
-        Modules of one group are called one after the other, and share what is tied. What is in no group stays gathered
-        from the beginning of `evaluate` to the end of the backward pass, except for the value head, which is a group
-        of its own. None, the default, is right for small policies.
-        """
-        return ()
-
-    def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that are trained with the actor's learning rate."""
-        critic = {id(p) for p in self.value_head.parameters()}
-        return (p for p in self.parameters() if id(p) not in critic)
+def actor_parameters(policy: Policy) -> Iterator[nn.Parameter]:
+    """Parameters that are trained with the actor's learning rate."""
+    critic = {id(p) for p in policy.value_head.parameters()}
+    return (p for p in policy.parameters() if p.requires_grad and id(p) not in critic)
 
 
 def spec_to_dict(spec: PolicySpec) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
-from policies.contract import Policy, PolicyError
+from policies.contract import Policy, PolicyError, actor_parameters
 from policies.cuda_graphs import one_by_one
 from policies.files import (
     ADAPTER,
@@ -268,14 +268,12 @@ class AdaptedPolicy(Policy):
     @property
     def has_new_adapter(self) -> bool:
         adapter = set(adapter_parameters(self.adaptable))
-        return self.adapted and adapter.issuperset(self.actor_parameters()) and is_neutral(self.adaptable)
+        return self.adapted and adapter.issuperset(actor_parameters(self)) and is_neutral(self.adaptable)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        return switched_off(self.adaptable) if self.adapted else super().without_adapter()
-
-    def actor_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that are trained: a base is frozen."""
-        return (p for p in super().actor_parameters() if p.requires_grad)
+        if not self.adapted:
+            raise PolicyError(f"the policy {self.kind} has no adapter that could be left out")
+        return switched_off(self.adaptable)
 
 
 def load_adapter(model: AdaptedModel, folder: Path, *, any_base: bool = False) -> None:

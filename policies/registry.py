@@ -43,7 +43,7 @@ def policy_kind(name: str) -> PolicyKind:
         return _checked_kind(named(name, PolicyError), name)
     if name in KINDS:
         module, constant = KINDS[name].split(":")
-        return getattr(importlib.import_module(module), constant)
+        return _checked_kind(getattr(importlib.import_module(module), constant), name)
     return _checked_kind(entry_point(ENTRY_POINTS, name, PolicyError), f"the entry point {name!r}")
 
 

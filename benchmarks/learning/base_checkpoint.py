@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from embodied.reporting.live import steps
 from policies import Inputs, Policy
+from policies.contract import actor_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -130,7 +131,7 @@ def learn_to_speak(policy: Policy, world: World, frames: Tensor, places: Tensor,
         noise = torch.randn(len(index), policy.noise_dim, generator=generator)
         return policy.imitate(inputs, answer, torch.ones(len(index), chunk, dtype=torch.bool), noise).mean()
 
-    learn("Learning to say where things are", list(policy.actor_parameters()), SPEAKING_LR, args.speaking_steps, loss)
+    learn("Learning to say where things are", list(actor_parameters(policy)), SPEAKING_LR, args.speaking_steps, loss)
     inputs, answer = questions_about(torch.arange(held_out))
     predicted = torch.cat(
         [policy.act(inputs.rows(rows), None).chunk for rows in torch.arange(held_out).split(COMPARED)]
@@ -146,7 +147,7 @@ def main(args: Arguments) -> None:
     learn_to_see(student, frames, places, args)
     learn_to_speak(student.policy, world, frames, places, args)
     student.save()
-    print(f"{args.out}: {sum(p.numel() for p in student.policy.actor_parameters()):,} parameters")
+    print(f"{args.out}: {sum(p.numel() for p in actor_parameters(student.policy)):,} parameters")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Samples:
     reference_log_prob: Tensor | None = None
     """[N, C, A] under the frozen reference policy, where the workflow has one."""
     precomputed: Mapping[str, Tensor] = field(default_factory=dict)
-    """Results of `Policy.precompute`, [N, ...] each; they join the traces."""
+    """Results of `Precomputes.precompute`, [N, ...] each; they join the traces."""
 
     def take(self, index: Tensor) -> Samples:
         """The samples at `index`; observations and traces stay where they are."""

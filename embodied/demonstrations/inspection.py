@@ -40,6 +40,7 @@ from embodied.demonstrations.findings import (
 from embodied.demonstrations.mixture import Demonstrations, Source, succeeded
 from embodied.demonstrations.reader import Dataset
 from embodied.errors import UserError
+from policies.capabilities import ResizesFrames, source_of_statistics
 from policies.contract import Policy
 from sim_farm.contract import TaskInfo
 
@@ -119,7 +120,7 @@ class Inspection:
     def with_policy(self, policy: Policy, init: Path | None) -> Inspection:
         """The table with what the policy makes of the data. Raises `UserError` for frames of a size that its network
         cannot take."""
-        size = policy.network_image_size
+        size = policy.network_image_size if isinstance(policy, ResizesFrames) else None
         if size is None and self.image_size is not None:
             for facts in self.datasets:
                 for camera in policy.spec.cameras:
@@ -137,7 +138,7 @@ class Inspection:
                             f"{remedy}"
                         )
         kept = f"those of {init} (policy.init), for actions; observations: the rows learned from as well"
-        return replace(self, network_image_size=size, statistics=kept if init else policy.normalised_by)
+        return replace(self, network_image_size=size, statistics=kept if init else source_of_statistics(policy))
 
     def with_findings(self, more: Iterable[Finding]) -> Inspection:
         """The table with further findings."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodied.demonstrations.findings import ENOUGH, FAR_SHARE, SHOWN, SMALL, Finding
-from policies.contract import Normalised
+from policies.capabilities import Normalised
 
 Float64 = npt.NDArray[np.float64]
 

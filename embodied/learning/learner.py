@@ -30,7 +30,6 @@ from embodied.devices import (
     Affinity,
     available_threads,
     await_devices,
-    defines,
     device_of,
     forget_peak,
     peak_bytes,
@@ -52,6 +51,7 @@ from embodied.workflows.checks import check_algorithm, check_credit, check_ranks
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import recipe_of
 from embodied.workflows.sizes import groups_suffice, streams
+from policies.capabilities import Observes
 from policies.contract import Policy
 
 METRICS = (
@@ -242,7 +242,7 @@ class Learner(TrainedPolicy, WeightsPublisher):
         else:
             statistics = self._update.run(samples, iteration, found.lag > 0)
         # Weights that were learned elsewhere read what the statistics beside them make of an observation.
-        if len(samples) and self._config.policy.init is None and defines(self.policy, "observe"):
+        if len(samples) and self._config.policy.init is None and isinstance(self.policy, Observes):
             self.policy.observe(samples.decisions.inputs(self._device, frames=False))
         await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
         return statistics

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from embodied.config.schema import OptimConfig
 from embodied.learning.parallel import ReplicatedPolicy
-from policies.contract import Policy
+from policies.contract import Policy, actor_parameters
 
 
 def make_optimizer(policy: Policy, *, policy_lr: float, value_lr: float | None, eps: float) -> torch.optim.Adam:
     """Adam with learning rates of their own for actor and value head; `value_lr` None: the actor alone is trained."""
-    groups = [{"params": list(policy.actor_parameters()), "lr": policy_lr, "name": "policy"}]
+    groups = [{"params": list(actor_parameters(policy)), "lr": policy_lr, "name": "policy"}]
     if value_lr is not None:
         groups.append({"params": list(policy.value_head.parameters()), "lr": value_lr, "name": "value_head"})
     return torch.optim.Adam(groups, eps=eps, fused=True)

@@ -24,7 +24,7 @@ from embodied.learning.weight_sync import trained
 from embodied.run import checkpoint
 from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import Trajectories
-from policies.contract import Policy
+from policies.contract import Policy, actor_parameters
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class ReplicatedPolicy:
     def critic_only(self, active: bool) -> Iterator[None]:
         """If `active`, backward passes in the block give a gradient to the value head alone, and do not run through
         the actor."""
-        actor = [parameter for parameter in self.policy.actor_parameters() if parameter.requires_grad and active]
+        actor = [parameter for parameter in actor_parameters(self.policy) if active]
         for parameter in actor:
             parameter.requires_grad_(False)
         try:
@@ -231,7 +231,7 @@ def values_of(parallel: ReplicatedPolicy, batch: Trajectories, size: int) -> Ten
 
 
 def precomputed_of(parallel: ReplicatedPolicy, samples: Samples, size: int) -> Mapping[str, Tensor]:
-    """`Policy.precompute` of all samples, in the host's memory."""
+    """`Precomputes.precompute` of all samples, in the host's memory."""
     policy, ranks, device = parallel.policy, parallel.ranks, device_of(parallel.policy)
     whole: dict[str, Tensor] = {}
     done = 0

@@ -23,6 +23,7 @@ from embodied.errors import UserError
 from embodied.learning.success_classifier import SuccessClassifier
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext
+from policies.capabilities import HasAdapter
 from policies.contract import Policy, PolicySpec
 from sim_farm.named_code import named
 
@@ -98,7 +99,7 @@ class ReferenceWorker(Scorer):
 
     def share(self, policy: Policy) -> None:
         """Use the learner's untrained policy, if its present state can be had from it later; else a copy."""
-        self._shared = policy.has_new_adapter
+        self._shared = isinstance(policy, HasAdapter) and policy.has_new_adapter
         if self._shared:
             self._policy = policy
         else:
@@ -122,7 +123,7 @@ class ReferenceWorker(Scorer):
         return policy.evaluate(decisions.inputs(device), decisions.trace(device)).log_prob.to(CPU)
 
     def _as_it_began(self, policy: Policy) -> AbstractContextManager[None]:
-        return policy.without_adapter() if self._shared else nullcontext()
+        return policy.without_adapter() if self._shared and isinstance(policy, HasAdapter) else nullcontext()
 
 
 # --- rewards from frames and instructions

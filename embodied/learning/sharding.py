@@ -1,8 +1,8 @@
 """A policy whose parameters are sharded over the learner's ranks (FSDP2), as a variation of `ReplicatedPolicy`.
 
     replicated  gradients are summed in flat buckets, once per optimiser step (`parallel`)
-    sharded     parameters are gathered for each pass group by group (`Policy.shards`), gradients are summed and
-                scattered in the last backward pass of a step; the optimiser works on shards
+    sharded     parameters are gathered for each pass group by group (`GathersInGroups.shards`), gradients are summed
+                and scattered in the last backward pass of a step; the optimiser works on shards
 
 Both give the same sums. A policy that trains in 16 bits is sharded with master weights in float32, which the optimiser
 steps; passes compute in 16 bits as before.
@@ -22,14 +22,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from embodied.config.schema import Config
-from embodied.devices import CPU, copies, defines
+from embodied.devices import CPU, copies
 from embodied.errors import UserError
 from embodied.learning.parallel import ReplicatedPolicy, copied, copy_without_memory, write_nothing
 from embodied.run import checkpoint, optimizer_shards
 from embodied.run.checkpoint import MASTER, CheckpointError
 from embodied.runtime.ranks import Ranks, bind
 from embodied.workflows.sizes import holds_shards
-from policies.contract import Policy
+from policies.capabilities import GathersInGroups
+from policies.contract import Policy, actor_parameters
 
 T = TypeVar("T")
 SHORT = (torch.bfloat16, torch.float16)
@@ -55,14 +56,15 @@ class ShardedPolicy(ReplicatedPolicy):
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         self._host_mesh = init_device_mesh("cpu", (ranks.size,))
         # The parameters of modules in `shards` are gathered when these are called; the rest when `evaluate` begins.
-        groups = [list(group) for group in (*policy.shards(), [policy.value_head])]
+        named = policy.shards() if isinstance(policy, GathersInGroups) else ()
+        groups = [list(group) for group in (*named, [policy.value_head])]
         for group in [group for group in groups if any(list(module.parameters()) for module in group)]:
             self._shard(group, _parameters(group))
         taken = {id(p) for group in groups for p in _parameters(group).values()}
         rest = {name: p for name, p in policy.named_parameters() if id(p) not in taken}
         self._shard([policy], rest)
         for method in ("evaluate", "imitate", "precompute"):
-            if method == "evaluate" or defines(policy, method):
+            if hasattr(policy, method):
                 register_fsdp_forward_method(policy, method)
         for module in policy.modules():
             if isinstance(module, FSDPModule):
@@ -96,7 +98,7 @@ class ShardedPolicy(ReplicatedPolicy):
         was trained. The actor's gradient is dropped afterwards."""
         yield
         if active:
-            for parameter in self.policy.actor_parameters():
+            for parameter in actor_parameters(self.policy):
                 parameter.grad = None
 
     def padded(self, mine: Sequence[T], most: int, blank: T) -> list[tuple[T, bool]]:

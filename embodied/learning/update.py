@@ -38,12 +38,13 @@ from embodied.algorithms.losses import (
 )
 from embodied.algorithms.samples import Samples
 from embodied.config.schema import Config, LossConfig
-from embodied.devices import defines, device_of, to_host
+from embodied.devices import device_of, to_host
 from embodied.errors import UserError
 from embodied.learning.optimizer import OptimizerSteps
 from embodied.learning.parallel import ReplicatedPolicy, log_probs_of, precomputed_of
 from embodied.metric import Metric
 from embodied.trajectories.random_streams import permutation
+from policies.capabilities import Precomputes
 from policies.contract import Policy
 
 
@@ -230,10 +231,10 @@ class Update:
     def _prepared(self, samples: Samples, behind: bool, found: UpdateStatistics) -> Samples:
         """The samples as the loss reads them.
 
-        With several evaluations per sample, the result of `Policy.precompute` joins the traces. With a rollout an
+        With several evaluations per sample, the result of `Precomputes.precompute` joins the traces. With a rollout an
         update behind, or one by an engine, the objective is the decoupled one. Raises `EngineMismatch`.
         """
-        if self._config.epochs + (behind or self._by_engine) > 1 and defines(self._policy, "precompute"):
+        if self._config.epochs + (behind or self._by_engine) > 1 and isinstance(self._policy, Precomputes):
             samples = replace(samples, precomputed=precomputed_of(self._parallel, samples, self._evaluated_at_once))
         if behind or self._by_engine:
             now, settings = log_probs_of(self._parallel, samples, self._evaluated_at_once), self._loss.settings

@@ -17,6 +17,7 @@ from embodied.config.schema import Config
 from embodied.devices import decide, find_device, settle
 from embodied.errors import UserError, shown
 from embodied.workflows.conventions import check_checkpoint
+from policies.capabilities import ResizesFrames
 from policies.contract import Inputs, Policy, PolicySpec
 
 
@@ -38,8 +39,8 @@ class LoadedPolicy:
     @property
     def image_sizes(self) -> set[int]:
         """Sides in pixels of the pictures that it reads: the environment's, and the network's own."""
-        own = self.policy.network_image_size
-        return {self.spec.image_size} | (set() if own is None else {own})
+        own = {self.policy.network_image_size} if isinstance(self.policy, ResizesFrames) else set[int]()
+        return {self.spec.image_size} | own
 
     def act(self, observation: Mapping[str, Any], *, seed: int | None = None) -> npt.NDArray[np.float32]:
         """Action chunk float32 [C, A] for one observation, [B, C, A] for a batch, in the environment's units.

@@ -1,6 +1,6 @@
 """The policy that learns from demonstrations, on one rank: rows of the data, the loss of imitation, optimiser steps.
 
-    [ minibatch of rows -> this rank's share, in micro-batches -> Policy.imitate -> backward ] -> norm -> step
+    [ minibatch of rows -> this rank's share, in micro-batches -> Imitates.imitate -> backward ] -> norm -> step
 
 The rows of a step and the noise of its loss are functions of the seed and the step's number. They are the same for
 every number of ranks, of which each reads its own share.
@@ -35,7 +35,8 @@ from embodied.runtime.ranks import Ranks
 from embodied.training.interrupts import deferred_interrupts
 from embodied.trajectories.random_streams import IMITATION, generator, permutation
 from embodied.workflows.context import make_policy, policy_spec
-from policies.contract import Inputs, Policy
+from policies.capabilities import HasUnits, Imitates, Normalises, Observes, source_of_statistics
+from policies.contract import Inputs, Policy, PolicyError
 from sim_farm.contract import TaskInfo
 
 STAGE = "sft"
@@ -78,6 +79,8 @@ class Imitator(TrainedPolicy):
         self.demonstrations = demonstrations
         place = affinity or Affinity((), available_threads())
         policy = make_policy(config, policy_spec(config, info), device=place.device)
+        if not isinstance(policy, Imitates):
+            raise PolicyError(f"the policy {policy.kind} cannot learn from demonstrations: it has no `imitate`")
         batch = min(config.sft.batch, len(demonstrations.train))
         self._batch, self._per_epoch = batch, len(demonstrations.train) // batch
         self._micro = config.optim.micro_batch or batch
@@ -111,11 +114,12 @@ class Imitator(TrainedPolicy):
         has_proprio = all("observation.state" in dataset.features for dataset in data.datasets)
         proprio = torch.from_numpy(data.column("observation.state")) if has_proprio else None
         with self._affinity.applied():
-            if self._config.policy.init is None:
+            if self._config.policy.init is None and isinstance(policy, HasUnits):
                 policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
-            for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
-                for _, batch in data.batches(rows, 1, ()):
-                    policy.observe(self._shown(batch))
+            if isinstance(policy, Observes):
+                for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
+                    for _, batch in data.batches(rows, 1, ()):
+                        policy.observe(self._shown(batch))
             for statistics in policy.buffers():  # another kind of processor may round them differently
                 self.ranks.broadcast(statistics)
 
@@ -128,8 +132,9 @@ class Imitator(TrainedPolicy):
         names = {name: names_of(data.datasets[0], read[name], given.shape[1]) for name, given in values.items()}
         with self._affinity.applied():
             inputs = Inputs(state=values.get("state"), proprio=values.get("proprio"))
-            numbers = policy.normalised_numbers(inputs, values["action"])
-        statistics = policy.normalised_by if init is None else f"those of {init}"
+            own = isinstance(policy, Normalises)
+            numbers = policy.normalised_numbers(inputs, values["action"]) if own else ()
+        statistics = source_of_statistics(policy) if init is None else f"those of {init}"
         return tuple(check_normalised(numbers, names, statistics, _other_statistics(policy, init)))
 
     def load(self, folder: Path) -> None:
@@ -209,6 +214,7 @@ class Imitator(TrainedPolicy):
     def _loss(self, read: Pass, batch: Batch, noise: npt.NDArray[np.float32]) -> Tensor:
         """The pass's share of the mean loss of a minibatch, whose `noise` has a row for each."""
         device = device_of(self.policy)
+        assert isinstance(self.policy, Imitates)  # checked when it was made
         losses = self.policy.imitate(
             self._shown(batch),
             torch.from_numpy(batch.actions).to(device),
@@ -279,7 +285,7 @@ class Imitator(TrainedPolicy):
 
 def _other_statistics(policy: Policy, init: Path | None) -> str:
     """How to learn with the statistics of the demonstrations."""
-    own = f"--policy.options.{policy.own_units}" if policy.own_units else ""
+    own = f"--policy.options.{policy.own_units}" if isinstance(policy, HasUnits) else ""
     if init is not None:
         more = f", with {own}" if own else ""
         return (

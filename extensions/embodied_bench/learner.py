@@ -40,6 +40,7 @@ from embodied_bench.measured_policy import (
     rows_of,
 )
 from embodied_bench.settings import BenchLearner
+from policies.capabilities import Precomputes
 from policies.contract import Inputs, Policy
 from policies.openvla.policy import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
@@ -99,6 +100,8 @@ class Update:
         )
 
     def _with_features(self, rows: Samples) -> Samples | None:
+        if not isinstance(self.policy, Precomputes):
+            return None
         parts = [to_host(self.policy.precompute(row.to(self.device))) for row in rows_of(rows.inputs)]
         if not parts[0]:
             return None

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import policies
 from policies import Action, Evaluation, Inputs, Policy, PolicySpec
+from policies.capabilities import GathersInGroups, Imitates, Observes, Precomputes
 from policies.conformance.reporting import NotApplicable
+from policies.contract import actor_parameters
 from policies.registry import policy_kind
 
 ROWS_TOLERANCE = 1e-5
@@ -157,12 +159,15 @@ def law_global_generators_are_untouched(policy: Policy, inputs: Inputs) -> None:
     policy.act(inputs, None)
     policy.evaluate(inputs, action.trace)
     policy.value(inputs)
-    policy.observe(inputs)
+    if isinstance(policy, Observes):
+        policy.observe(inputs)
     assert torch.equal(before, torch.random.get_rng_state()), "the policy drew from torch's global generator"
 
 
 def law_observe_changes_buffers_only(policy: Policy, inputs: Inputs) -> None:
     """`observe` changes no parameter, and the policy acts on after it."""
+    if not isinstance(policy, Observes):
+        raise NotApplicable("the policy has no observe")
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     policy.observe(inputs)
     for name, parameter in policy.named_parameters():
@@ -272,9 +277,9 @@ def law_all_is_computed_on_the_policys_device(policy: Policy, inputs: Inputs) ->
         noise = there(random_noise(policy, rows, 1))
         action = policy.act(inputs, noise)
         found = _tensors(action) | {"mode": policy.act(inputs, None).chunk, "value alone": policy.value(inputs)}
-        features = policy.precompute(inputs)
+        features = policy.precompute(inputs) if isinstance(policy, Precomputes) else {}
         found |= _tensors(policy.evaluate(inputs, {**action.trace, **features})) | features
-        if imitates(policy):
+        if isinstance(policy, Imitates):
             actions, counted = map(there, demonstrations(policy, rows))
             found["imitation"] = policy.imitate(inputs, actions, counted, noise)
     for name, tensor in found.items():
@@ -283,10 +288,11 @@ def law_all_is_computed_on_the_policys_device(policy: Policy, inputs: Inputs) ->
 
 def law_what_shards_names_is_used_by_being_called(policy: Policy, inputs: Inputs) -> None:
     """What `shards` names is used by being called alone: weights are there only while their module is called."""
-    if not policy.shards():
+    groups = policy.shards() if isinstance(policy, GathersInGroups) else ()
+    if not groups:
         raise NotApplicable("the policy names no shards")
     action = policy.act(inputs, random_noise(policy, _rows(inputs), 1))
-    modules = [module for group in policy.shards() for module in group]
+    modules = [module for group in groups for module in group]
     weights = {p: p.data for module in modules for p in module.parameters()}
     called = set()
 
@@ -322,7 +328,7 @@ def law_imitation_is_a_loss_for_each_row(policy: Policy, inputs: Inputs) -> None
     assert loss.dtype == torch.float32 and loss.isfinite().all(), f"the loss is {loss}"
     policy.zero_grad()
     loss.mean().backward()
-    assert any(p.grad is not None and p.grad.any() for p in policy.actor_parameters()), "no gradient reaches the actor"
+    assert any(p.grad is not None and p.grad.any() for p in actor_parameters(policy)), "no gradient reaches the actor"
     assert all(p.grad is None or not p.grad.any() for p in policy.value_head.parameters()), "the critic imitates"
     _assert_same({"loss": loss}, {"loss": _imitation(policy, inputs)}, 0.0, "imitate twice with the same noise")
 
@@ -334,12 +340,12 @@ def law_uncounted_actions_do_not_matter(policy: Policy, inputs: Inputs) -> None:
     counted = torch.arange(policy.spec.predicted) < torch.arange(rows)[:, None]  # row i: its first i actions
     other = torch.where(counted[..., None], actions, torch.nan)
     noise = random_noise(policy, rows, 1)
-    first, second = (policy.imitate(inputs, demonstrated, counted, noise) for demonstrated in (actions, other))
+    first, second = (_imitate(policy, inputs, demonstrated, counted, noise) for demonstrated in (actions, other))
     _assert_same({"loss": first}, {"loss": second}, 0.0, "imitate with other actions beyond the episode's end")
     assert first[0] == 0, f"the loss of a row without actions is {float(first[0])}"
     policy.zero_grad()
     second.sum().backward()
-    grads = [p.grad for p in policy.actor_parameters() if p.grad is not None]
+    grads = [p.grad for p in actor_parameters(policy) if p.grad is not None]
     assert all(grad.isfinite().all() for grad in grads), "an action beyond the episode's end reached the gradient"
 
 
@@ -351,7 +357,7 @@ def law_each_counted_action_matters(policy: Policy, inputs: Inputs) -> None:
     for c in range(policy.spec.predicted):
         moved, choices = actions.clone(), policy.spec.discrete_actions
         moved[:, c] = (moved[:, c] + 1) % choices if choices else -moved[:, c]
-        other = policy.imitate(inputs, moved, counted, random_noise(policy, rows, 1))
+        other = _imitate(policy, inputs, moved, counted, random_noise(policy, rows, 1))
         assert (other != loss).all(), f"action {c} of the chunk does not matter"
 
 
@@ -359,8 +365,8 @@ def law_rows_of_imitation_are_independent(policy: Policy, inputs: Inputs) -> Non
     """A row's loss does not depend on the other rows of its batch."""
     rows = _rows(inputs)
     noise, (actions, counted) = random_noise(policy, rows, 1), demonstrations(policy, rows)
-    loss, index = policy.imitate(inputs, actions, counted, noise), torch.tensor([2, 0])
-    part = policy.imitate(inputs.rows(index), actions[index], counted[index], noise[index])
+    loss, index = _imitate(policy, inputs, actions, counted, noise), torch.tensor([2, 0])
+    part = _imitate(policy, inputs.rows(index), actions[index], counted[index], noise[index])
     _assert_same({"loss": loss[index]}, {"loss": part}, ROWS_TOLERANCE, "imitate on two rows alone")
 
 
@@ -372,10 +378,10 @@ def law_imitation_brings_the_mode_to_the_demonstrations(
     actions, counted = demonstrations(policy, 4)
     executed = actions[:, : policy.spec.chunk]
     before = float((policy.act(few, None).chunk - executed).abs().mean())
-    optimizer = torch.optim.Adam(policy.actor_parameters(), lr=lr)
+    optimizer = torch.optim.Adam(actor_parameters(policy), lr=lr)
     for step in range(steps):
         optimizer.zero_grad()
-        policy.imitate(few, actions, counted, random_noise(policy, 4, step)).mean().backward()
+        _imitate(policy, few, actions, counted, random_noise(policy, 4, step)).mean().backward()
         optimizer.step()
     after = float((policy.act(few, None).chunk - executed).abs().mean())
     assert after < tolerance, f"the mode was {before:.3f} from the demonstrations, after {steps} steps {after:.3f}"
@@ -409,10 +415,6 @@ IMITATION_LAWS: list[Callable[..., None]] = [
 """Of policies that can learn from demonstrations."""
 
 
-def imitates(policy: Policy) -> bool:
-    return type(policy).imitate is not Policy.imitate
-
-
 def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:
     """Actions [rows, H, A] that every policy can take, and that all of them count."""
     shape, choices = (rows, policy.spec.predicted, policy.spec.action_dim), policy.spec.discrete_actions
@@ -433,9 +435,14 @@ def _nothing_on_the_host() -> Iterator[None]:
         ) from error
 
 
+def _imitate(policy: Policy, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+    assert isinstance(policy, Imitates), "the policy has no imitate"
+    return policy.imitate(inputs, actions, counted, noise)
+
+
 def _imitation(policy: Policy, inputs: Inputs) -> Tensor:
     rows = _rows(inputs)
-    return policy.imitate(inputs, *demonstrations(policy, rows), random_noise(policy, rows, 1))
+    return _imitate(policy, inputs, *demonstrations(policy, rows), random_noise(policy, rows, 1))
 
 
 def _rows(inputs: Inputs) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from policies.capabilities import Imitates
 from policies.conformance.laws import (
     IMITATION_LAWS,
     Law,
-    imitates,
     law_act_leaves_no_graph,
     law_all_is_computed_on_the_policys_device,
     law_global_generators_are_untouched,
@@ -73,5 +73,5 @@ PROMISES = (
 
 def require_applicable(law: Law, policy: Policy) -> None:
     """Raise `NotApplicable` where the law says nothing about the policy."""
-    if law in IMITATION_LAWS and not imitates(policy):
+    if law in IMITATION_LAWS and not isinstance(policy, Imitates):
         raise NotApplicable("the policy has no imitate")

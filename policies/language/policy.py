@@ -338,10 +338,6 @@ class LanguagePolicy(lora.AdaptedPolicy):
     def adaptable(self) -> lora.AdaptedModel:
         return self.model
 
-    @property
-    def normalised_by(self) -> str:
-        return "nothing: observations and actions are tokens"
-
     def shards(self) -> Sequence[Sequence[nn.Module]]:
         return [[layer] for layer in self.model.layers]
 

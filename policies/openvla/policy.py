@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from policies import lora
-from policies.contract import Action, Evaluation, Inputs, Normalised, PolicyError, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.cuda_graphs import replaying
 from policies.files import ADAPTER_CONFIG
 from policies.layers import checked_noise, counted_mean, only_counted

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, PolicyError, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.cuda_graphs import replayed, replaying
 from policies.denoising import Denoising, Draws, Field, stacked
 from policies.files import CONFIG, shown

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from policies.contract import Action, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted
 from policies.policy_kind import PolicyKind
 from policies.small.encoders import CHANNELS, ENCODERS, CnnEncoder, Normalizer, vector

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from policies.contract import Inputs, Normalised, PolicyError, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Inputs, PolicyError, PolicySpec
 from policies.layers import HIDDEN_GAIN, MOST_LAYERS, checked_widths, mlp, orthogonal
 
 EPS = 1e-8

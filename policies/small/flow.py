@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from policies import denoising
 from policies.action_range import ActionRange
-from policies.contract import Action, Contrast, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted, orthogonal, time_embedding
 from policies.policy_kind import PolicyFormat, PolicyKind

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from policies.action_range import ActionRange
-from policies.contract import Action, Evaluation, Inputs, Normalised, Policy, PolicyError, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.layers import (
     checked_noise,
     checked_widths,

@@ -15,7 +15,7 @@ from embodied.learning.update import Denominators, LossFunction, LossSums, micro
 from embodied.reporting.metrics import read as metrics_of
 from embodied.trajectories.batch import TensorDecisions
 from policies.conformance import laws
-from policies.contract import Policy, PolicyError, PolicySpec
+from policies.contract import Policy, PolicyError, PolicySpec, actor_parameters
 from policies.small.flow import FlowPolicy, StateCritic
 from tests.embodied.run.test_resume import IMAGES, config_of, run
 
@@ -124,7 +124,7 @@ def test_the_state_is_learned_from_pictures() -> None:
     rows.inputs.state[:] = torch.linspace(-1, 1, ROWS)[:, None]
     rows.inputs.frames["base"][:] = torch.linspace(40, 215, ROWS).to(torch.uint8)[:, None, None, None]
     policy.observe(rows.inputs)
-    optimizer = torch.optim.Adam(policy.actor_parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(actor_parameters(policy), lr=3e-3)
     missed = []
     for _ in range(60):
         _, sums = gradients(policy, rows, ROWS)

@@ -22,7 +22,7 @@ from embodied.learning.update import OffPolicy
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import make_policy
-from policies.contract import PolicySpec
+from policies.contract import PolicySpec, actor_parameters
 from tests.embodied.support.copied_out import copied_out
 from tests.embodied.support.runs import GROUPS, STATES, assigned, inline, kept_in
 
@@ -46,7 +46,7 @@ def moved_learner(config: Config, folder: Path, by: float) -> Learner:
     policy = make_policy(config, PolicySpec(action_dim=3, chunk=2, state_dim=16))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in policy.actor_parameters():
+        for parameter in actor_parameters(policy):
             parameter.add_(by * torch.randn(parameter.shape, generator=generator))
     return Learner(policy, config, folder)
 

@@ -24,6 +24,7 @@ from embodied.trajectories.batch import TensorDecisions
 from embodied.workflows.checks import check_algorithm
 from policies import Inputs, PolicySpec
 from policies.conformance import laws
+from policies.contract import actor_parameters
 from policies.denoising import VARIANCE_EPS
 from tests.embodied.algorithms.test_estimators import make_batch
 from tests.embodied.run.test_resume import run
@@ -96,7 +97,7 @@ def test_where_nothing_has_changed_it_is_log_2_and_moves_towards_what_was_solved
         policy, rows = flow_and_rows()
         rows = replace(rows, advantage=torch.full((ROWS,), sign))
         before = policy.evaluate(rows.inputs, rows.trace).log_prob.detach().sum()
-        optimizer = torch.optim.SGD(list(policy.actor_parameters()), lr=1e-4)
+        optimizer = torch.optim.SGD(list(actor_parameters(policy)), lr=1e-4)
         loss_of(policy, rows).backward()
         optimizer.step()
         after = policy.evaluate(rows.inputs, rows.trace).log_prob.detach().sum()
@@ -114,7 +115,7 @@ def test_it_does_not_depend_on_micro_batches() -> None:
             function = LossFunction(LOSS, critic=False, objective=contrast)
             loss, _ = micro_batch_loss(policy, rows.take(index), function, Denominators(weights, ROWS))
             loss.backward()  # type: ignore[no-untyped-call]
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.actor_parameters() if p.grad is not None]))
+        gradients.append(torch.cat([p.grad.flatten() for p in actor_parameters(policy) if p.grad is not None]))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 

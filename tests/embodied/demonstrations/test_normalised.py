@@ -18,7 +18,8 @@ from embodied.demonstrations.normalised import check_normalised
 from embodied.errors import UserError
 from embodied.training.sft import imitate
 from embodied.workflows.context import task_spec
-from policies.contract import Inputs, Normalised, PolicySpec
+from policies.capabilities import Normalised
+from policies.contract import Inputs, PolicySpec
 from policies.openvla.normalisation import Statistics
 from sim_farm.workers.hosts import InProcess
 

@@ -22,7 +22,7 @@ from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.learning.update import NonFinite, OffPolicy
 from embodied.trajectories.batch import TensorDecisions, Trajectories, without_broken_episodes
-from policies.contract import Evaluation, Inputs, Policy, PolicySpec
+from policies.contract import Evaluation, Inputs, Policy, PolicySpec, actor_parameters
 from policies.small.gaussian_mlp import GaussianMLP
 
 T, B, C, A, S = 6, 5, 3, 2, 4
@@ -429,7 +429,7 @@ def test_a_critic_that_warms_up_makes_no_backward_pass_through_the_policy(tmp_pa
         with FlopCounterMode(display=False) as counter:
             learner.update(make_batch(), 0)
         counts.append(counter.get_total_flops())
-    actor = {id(parameter) for parameter in learner.policy.actor_parameters()}
+    actor = {id(parameter) for parameter in actor_parameters(learner.policy)}
     weights = sum(p.numel() for p in learner.policy.parameters() if p.ndim == 2 and id(p) in actor)
     rows = learner._config.optim.epochs * len(to_rows(make_batch()))
     assert counts[0] <= counts[1] - 2 * rows * weights, "a gradient of the policy's weights was computed"

@@ -31,7 +31,7 @@ from embodied.training.preflight import check_components
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext, make_policy, policy_spec
 from embodied.workflows.recipes import recipe_of
-from policies.contract import Policy
+from policies.contract import Policy, actor_parameters
 from tests.embodied.run.test_resume import assert_same_run, rewind
 from tests.embodied.run.test_resume import run as train
 
@@ -227,7 +227,7 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
             settings = LossConfig(ratio_unit=unit, reference_kl=coefficient)  # type: ignore[arg-type]
             loss, share = micro_batch_loss(policy, rows, LossFunction(settings), Denominators(10.0, len(rows)))
             loss.backward()  # type: ignore[no-untyped-call]
-            gradients.append([p.grad.clone() for p in policy.actor_parameters() if p.grad is not None])
+            gradients.append([p.grad.clone() for p in actor_parameters(policy) if p.grad is not None])
             reported = float(share.measured["reference_kl"])
         now = policy.evaluate(rows.inputs, rows.trace).log_prob
         loss, mean = torch.zeros(()), 0.0
@@ -245,7 +245,7 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
                 mean += float(k3.detach())
         policy.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        written = [p.grad for p in policy.actor_parameters() if p.grad is not None]
+        written = [p.grad for p in actor_parameters(policy) if p.grad is not None]
         for without, with_pull, expected in zip(*gradients, written, strict=True):
             assert torch.allclose(with_pull - without, expected, rtol=1e-3, atol=1e-5)
         assert any(expected.abs().max() > 1e-2 for expected in written)

@@ -19,7 +19,7 @@ import policies
 from embodied.errors import UserError
 from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError, RunState
-from policies.contract import Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Inputs, Policy, PolicyError, PolicySpec, actor_parameters
 from tests.full_disk import full_disk
 
 STATE = RunState(iteration=3, env_steps=384, wall_s=1.5, recent_success=(True, False, True))
@@ -41,7 +41,7 @@ def make_policy(seed: int = 0, widths: tuple[int, ...] = (16,)) -> Policy:
 
 
 def make_optimizer(policy: Policy) -> torch.optim.Adam:
-    groups = [list(policy.actor_parameters()), list(policy.value_head.parameters())]
+    groups = [list(actor_parameters(policy)), list(policy.value_head.parameters())]
     return torch.optim.Adam([{"params": group, "lr": 1e-2} for group in groups], fused=True)
 
 

@@ -231,7 +231,9 @@ def test_what_has_learned_keeps_its_units_and_its_beginning(warm: dict[str, Any]
         config.model_copy(update={"policy": config.policy.model_copy(update={"init": Path(warm["run"])})}), root
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GaussianMLP, "adopt_units", lambda *_: pytest.fail("units redefined"))
+        units = {"own_units": "", "normalised_by": "", "adopt_units": lambda *_: pytest.fail("units redefined")}
+        for name, value in units.items():
+            patched.setattr(GaussianMLP, name, value, raising=False)
         imitator_of(first)
     named = config.model_copy(update={"name": "second", "policy": first.policy})
     sft_run(named, "test", root, False)
@@ -348,3 +350,11 @@ def test_the_command(warm: dict[str, Any], demos: Dataset, tmp_path: Path) -> No
     assert main(["sft", str(tmp_path / "own.yaml"), *options, "--json", str(tmp_path / "out.json")]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["steps"] == 10
     assert main(["sft", str(tmp_path / "own.yaml"), *options]) == 2, "the run exists"
+
+
+def test_a_policy_without_imitate_is_refused(demos: Dataset) -> None:
+    settings = {**STATES, "policy": {"kind": "examples.own_policy:Linear"}}
+    with pytest.raises(
+        policies.PolicyError, match="own_policy:Linear cannot learn from demonstrations: it has no `imi"
+    ):
+        imitator_of(config_of(settings, demos))

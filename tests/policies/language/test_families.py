@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import policies
 from policies import Inputs, PolicyError
+from policies.contract import actor_parameters
 from policies.language.comparison import check_alike
 from policies.language.generation_settings import GenerationSettings
 from policies.language.model import CausalModel, load_model
@@ -88,7 +89,7 @@ def test_a_new_adapter_hangs_on_every_linear_layer_and_is_merged(name: str, fold
     adapted = [m for layer in policy.model.layers for m in layer.modules() if hasattr(m, "base_layer")]
     assert len(linear) == 3 * len(adapted)  # the layer itself, and two matrices beside it
     with torch.no_grad():
-        for parameter in policy.actor_parameters():
+        for parameter in actor_parameters(policy):
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     policies.export(policy, tmp_path)
     action = policy.act(Inputs(instruction=ASKED[:1]), noise(1))
@@ -266,7 +267,7 @@ def test_recomputed_activations_are_kept_between_layers_alone(options: dict[str,
     kept, passes, gradients = [], [], []
     for on in (False, True):
         policy = policy_of(folders["granite"], 64, gradient_checkpointing=on, **options)
-        for parameter in policy.actor_parameters():
+        for parameter in actor_parameters(policy):
             with torch.no_grad():
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
         seen: list[Any] = []
@@ -282,7 +283,7 @@ def test_recomputed_activations_are_kept_between_layers_alone(options: dict[str,
         found.log_prob.sum().backward()
         kept.append(sum(stored.values()))
         passes.append(len(seen))
-        gradients.append([parameter.grad for parameter in policy.actor_parameters()])
+        gradients.append([parameter.grad for parameter in actor_parameters(policy)])
         policy.act(inputs, None)
         assert len(seen) > passes[-1] and not any(layer.training for layer in policy.model.layers)
     assert passes == [1, 2] and kept[1] < kept[0] / 2

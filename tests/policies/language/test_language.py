@@ -14,6 +14,7 @@ import torch
 
 import policies
 from policies import Inputs, PolicyError, PolicySpec
+from policies.contract import actor_parameters
 from policies.language.generation import Sampling, choose, generate
 from policies.torchvision_operators import import_torchvision
 
@@ -203,7 +204,7 @@ def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path):
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert names and all("lora_" in name or name.startswith("value_head") for name in names)
     with torch.no_grad():
-        for parameter in policy.actor_parameters():
+        for parameter in actor_parameters(policy):
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     policies.save(policy, tmp_path / "saved")
     one, two = policy.act(inputs(), noise()), policies.load(tmp_path / "saved").act(inputs(), noise())

@@ -12,6 +12,7 @@ from torch import nn
 import policies
 from policies import PolicyError
 from policies.conformance import laws
+from policies.contract import actor_parameters
 from policies.files import ADAPTER_CONFIG
 from policies.openvla.adapters import targets
 from policies.openvla.model import load_model
@@ -52,7 +53,7 @@ def test_adapters_hang_on_the_layers_that_matter(tiny):
     assert not any(name.removesuffix(".weight") in adapted for name in plain.unused)
     trained = {name for name, p in policy.model.named_parameters() if p.requires_grad}
     assert trained == {f"{name}.lora_{side}.default.weight" for name in adapted for side in "AB"}
-    assert all(p.dtype == torch.float32 for p in policy.actor_parameters())
+    assert all(p.dtype == torch.float32 for p in actor_parameters(policy))
 
 
 def test_targets_name_no_dead_block_of_the_whole_model(tiny):
@@ -75,7 +76,7 @@ def test_a_new_adapter_changes_nothing(tiny):
 
 def test_actor_parameters_are_the_adapter(tiny):
     policy = tuned(tiny)
-    trained = {id(p) for p in policy.actor_parameters()}
+    trained = {id(p) for p in actor_parameters(policy)}
     assert trained == {id(p) for p in policy.model.parameters() if p.requires_grad}
     assert not trained & {id(p) for p in policy.value_head.parameters()}
 
@@ -109,7 +110,7 @@ def test_a_saved_adapter_is_the_adapter(tiny, saved):
     inputs = random_inputs(ONE_ACTION, 3, seed=1)
     loaded: Any = policies.build("openvla", ONE_ACTION, 9, checkpoint=str(tiny), adapter=str(saved))
     assert error(loaded.act(inputs, None).log_prob, tuned(tiny).act(inputs, None).log_prob) == 0
-    assert {id(p) for p in loaded.actor_parameters()} == {id(p) for p in loaded.model.parameters() if p.requires_grad}
+    assert {id(p) for p in actor_parameters(loaded)} == {id(p) for p in loaded.model.parameters() if p.requires_grad}
 
 
 def test_a_run_that_began_with_an_adapter_loads_without_it(tiny, saved, tmp_path):
@@ -253,7 +254,7 @@ def test_a_checkpoint_goes_where_its_base_lies_elsewhere(tiny, tmp_path, options
         **{"lora_rank": 3, "lora_alpha": 5.0, "lora_parts": PARTS, **options},
     )  # fmt: skip
     with torch.no_grad():
-        for parameter in other.actor_parameters():
+        for parameter in actor_parameters(other):
             parameter.add_(0.1)
     assert not equal(policy, other)
     policies.load_into(other, tmp_path / "run")
@@ -337,7 +338,7 @@ def test_without_its_adapter_a_policy_is_one_that_never_had_any(kind, spec, tiny
     assert torch.equal(again, before)
     assert {name: p.requires_grad for name, p in policy.named_parameters()} == trained
     again.sum().backward()
-    assert all(p.grad is not None for p in policy.actor_parameters())
+    assert all(p.grad is not None for p in actor_parameters(policy))
 
 
 def test_after_an_error_within_the_adapter_acts_again(tiny):

@@ -1,0 +1,145 @@
+"""Capabilities that only some policies have, each a protocol that a caller asks for by type:
+
+    if isinstance(policy, Precomputes): ...
+
+A policy has one by defining its methods. Symbols in shapes are those of `policies.contract`; N rows, D numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from policies.contract import Inputs, Policy
+
+
+@runtime_checkable
+class Imitates(Protocol):
+    """A policy that learns from demonstrations."""
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """[B] float32 with gradients: the loss of taking the demonstrated actions; the likelier, the lower.
+
+        `actions` [B, P, A] float32 in the environment's units, P = `spec.predicted`; `counted` [B, P] bool, the others
+        lie beyond the episode's end; each row's loss is a mean over its counted elements, of an answer in tokens their
+        sum. `noise` [B, Z] is standard normal, for losses that are drawn.
+        """
+        ...
+
+
+@runtime_checkable
+class Precomputes(Protocol):
+    """A policy of which a part is not trained, whose outputs need not be computed again for each evaluation."""
+
+    def precompute(self, inputs: Inputs) -> Mapping[str, Tensor]:
+        """The part of `evaluate` that no trained weight enters; no gradient. Each tensor has B rows.
+
+        Where rows are evaluated several times, it is computed once and joins their traces, in which `evaluate` looks
+        for it. Empty where options leave no such part.
+        """
+        ...
+
+
+@runtime_checkable
+class Observes(Protocol):
+    """A policy with running statistics of what it observes, as buffers."""
+
+    def observe(self, inputs: Inputs) -> None:
+        """Update the statistics from a rollout's inputs; called once after each update."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Numbers that a policy normalises, N rows of D, beside the statistics by which it does."""
+
+    name: str
+    """`action`, `proprio` or `state`."""
+    values: Tensor
+    """[N, D] as the statistics take them: after the policy's transforms."""
+    low: Tensor
+    """[D] what becomes -1; NaN for a number that stays as it is."""
+    high: Tensor
+    """[D] what becomes 1."""
+
+
+@runtime_checkable
+class Normalises(Protocol):
+    """A policy that normalises observations or actions by statistics."""
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        """Demonstrated `actions` [N, A] in the environment's units, and the proprioception [N, P] and state [N, S] of
+        the `inputs`, beside the statistics that normalise them."""
+        ...
+
+
+@runtime_checkable
+class HasUnits(Protocol):
+    """A policy whose actions have units of their own: those of a checkpoint's statistics, or of demonstrations."""
+
+    own_units: str
+    """Option, and its value, with which units are those of the demonstrations: `asset demonstrations`."""
+
+    @property
+    def normalised_by(self) -> str:
+        """Source of the statistics that give actions and observations their units, in words."""
+        ...
+
+    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
+        """Take the ranges of the demonstrated actions [N, A] (and of proprioception [N, P]) as the policy's units,
+        unless they are a checkpoint's. Called once, before supervised training."""
+        ...
+
+
+def source_of_statistics(policy: Policy) -> str:
+    """Source of the statistics that normalise what the policy reads and returns, in words."""
+    if isinstance(policy, HasUnits):
+        return policy.normalised_by
+    if isinstance(policy, Normalises):
+        return "observations by the rows learned from; actions are in the environment's units"
+    return "nothing: observations and actions are in the environment's units"
+
+
+@runtime_checkable
+class ResizesFrames(Protocol):
+    """A policy that brings frames of any size to its network's."""
+
+    @property
+    def network_image_size(self) -> int:
+        """Height and width in pixels of the pictures that the network is shown."""
+        ...
+
+
+@runtime_checkable
+class HasAdapter(Protocol):
+    """A policy on whose network a low-rank adapter may hang."""
+
+    @property
+    def has_new_adapter(self) -> bool:
+        """True if all that is trained of the actor is an adapter that changes nothing yet: then `without_adapter` is,
+        from now on and whatever is learned, the policy as it is now."""
+        ...
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """A context in which the policy computes as if it had no adapter. Nothing is copied, and nothing may be trained
+        within. Raises `PolicyError` where no adapter hangs on it."""
+        ...
+
+
+@runtime_checkable
+class GathersInGroups(Protocol):
+    """A large policy, of which a process that holds a shard need not gather all at once."""
+
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        """Groups of modules whose parameters are gathered and freed together where processes hold a shard of each.
+
+        Within `evaluate`, every module named is used by being called and in no other way: a call is what gathers it.
+        Modules of one group are called one after the other, and share what is tied. What is in no group stays gathered
+        from the beginning of `evaluate` to the end of the backward pass, except for the value head, which is a group
+        of its own.
+        """
+        ...
