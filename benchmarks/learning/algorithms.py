@@ -79,7 +79,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "workflow": "grpo", "advantage.scale": "batch", "advantage.overlong_margin": 4, "loss.clip_high": 0.28,
         "rollout.max_episodes_per_env": 4,
     },
-    "REINFORCE++, KL in rewards": {"workflow": "reinforce_reference", "advantage.reward_kl": 0.01},
     "REINFORCE++, group baseline": {"workflow": "reinforce", "advantage.baseline": "group"},
 }  # fmt: skip
 

@@ -59,15 +59,9 @@ class Case:
 
 
 CASES = (
-    Case("optim.lr_kl", 0.01, "learner/approx_kl", {"optim.policy_lr": 1e-2}),
     Case("optim.lr_warmup", 5, "learner/approx_kl", {"optim.policy_lr": 3e-3}, warm=True),
     Case("optim.critic_warmup", 3, "learner/explained_variance", warm=True),
     Case("advantage.normalise_returns", True, "learner/explained_variance", {"optim.value_lr": 1e-4}),
-    Case("loss.entropy_target", 1.2, "learner/entropy", {"loss.entropy_coef": 5e-2}),
-    Case(
-        "loss.reference_kl_target", 0.05, "learner/reference_kl",
-        {"workflow": "ppo_reference", "loss.reference_kl": 1e-3}, warm=True,
-    ),
 )  # fmt: skip
 
 

@@ -161,26 +161,6 @@ def overlong_penalty(length: Tensor, longest: int, margin: int) -> Tensor:
     return ((longest - margin - length).double() / margin).clamp(-1, 0)
 
 
-def reinforce_returns(
-    reward: Tensor, kl: Tensor, end: Tensor, mask: Tensor, beta: float, baseline: Tensor | None = None
-) -> Tensor:
-    """Undiscounted rewards-to-go less `beta` times the KL, each within its episode [T, B]; 0 where not `mask`.
-
-    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): `normalise` over the global batch makes them advantages.
-    `reward`, `kl` [T, B], the latter in nats and of the whole decision; `end`, `mask` [T, B] bool, the decision ended
-    its episode, was executed. A column holds several episodes one after the other. `baseline` [T, B] is
-    subtracted; with the mean outcome of the episode's group (`group_means`) it is REINFORCE++-baseline.
-    """
-    # `where` rather than a product: what is not read may be NaN, and 0 * NaN is NaN.
-    score = torch.where(mask, reward - beta * kl, 0.0)
-    returns = torch.zeros_like(score)
-    carry = score.new_zeros(score.shape[1:])
-    for t in reversed(range(len(score))):
-        carry = score[t] + torch.where(end[t], 0.0, carry)
-        returns[t] = carry
-    return torch.where(mask, returns if baseline is None else returns - baseline, 0.0)
-
-
 def _per_group(
     outcome: Tensor, group: Tensor, size: int, statistic: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:

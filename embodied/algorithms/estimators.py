@@ -19,7 +19,6 @@ from embodied.algorithms.advantages import (
     informative,
     normalise,
     overlong_penalty,
-    reinforce_returns,
 )
 from embodied.algorithms.samples import Estimate
 from embodied.config.schema import AdvantageConfig, Config
@@ -30,7 +29,7 @@ Estimator = Callable[[Trajectories, Config], Estimate]
 
 
 def gae(batch: Trajectories, config: Config) -> Estimate:
-    """Generalised advantages (Schulman et al. 2016), each episode's own end bootstrapped, normalised over the batch."""
+    """Generalised advantages (Schulman et al. 2016), each episode's own end bootstrapped, normalised by task."""
     return gae_of(batch, config.advantage)
 
 
@@ -49,13 +48,12 @@ def gae_of(batch: Trajectories, settings: AdvantageConfig) -> Estimate:
         advantage, returns = generalised_advantages(
             batch.reward, batch.value, *ends, settings.gamma, settings.lam, settings.bootstrap
         )
-    if settings.normalise != "none":
-        advantage = _normalised(advantage, counted, batch.task if settings.normalise == "task" else None)
+    advantage = _normalised(advantage, counted, batch.task)
     return Estimate(advantage, returns, batch.mask, torch.ones_like(batch.reward))
 
 
 def _normalised(advantage: Tensor, counted: Tensor, task: Tensor | None) -> Tensor:
-    """`normalise` over all columns, or over those of each task by itself."""
+    """`normalise` over the columns of each task by itself."""
     if task is None:
         return normalise(advantage, counted)
     found = advantage.clone()
@@ -94,14 +92,14 @@ def group_relative(batch: Trajectories, config: Config) -> Estimate:
         solved = (batch.success & batch.mask).any(0).float()
         informative_group &= informative(solved, batch.episode_group, size, *settings.keep_rates)
     keep = per_decision(informative_group & _counts(batch, settings), batch)
-    weight = _weights(batch, config)
-    return Estimate(per_decision(advantage, batch), torch.zeros_like(batch.reward), keep, weight)
+    nothing = torch.zeros_like(batch.reward)
+    return Estimate(per_decision(advantage, batch), nothing, keep, nothing + 1)
 
 
 def reinforce(batch: Trajectories, config: Config) -> Estimate:
-    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the episode's remaining outcome, less the KL divergence of the
-    decisions from here on, normalised over all decisions. With `advantage.baseline: group` the outcome is less the
-    episode group's mean. With `advantage.credit: action` all this is of single actions, the tokens of an answer.
+    """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): the episode's outcome, normalised over all decisions.
+    With `advantage.baseline: group` the outcome is less the episode group's mean. With `advantage.credit: action` all
+    this is of single actions, the tokens of an answer.
 
     Raises ValueError for trajectories that are not whole episodes in episode groups.
     """
@@ -112,44 +110,21 @@ def reinforce(batch: Trajectories, config: Config) -> Estimate:
     if settings.baseline == "group":
         mean, complete = group_means(outcome, batch.episode_group, config.rollout.episode_group)
         outcome, keep = outcome - mean, keep & complete
-    alive, of_actions = alive_actions(batch.executed, batch.log_prob.shape[2]), settings.credit == "action"
-    counted = keep[..., None] & alive if of_actions else keep
-    divergence = torch.zeros_like(counted, dtype=outcome.dtype)
-    if settings.reward_kl:
-        divergence = _divergence(batch, alive) if of_actions else _divergence(batch, alive).sum(2)
-    steps, kl = _in_time(counted), _in_time(divergence)
-    last = steps & (steps.flip(0).cumsum(0).flip(0) == 1)
-    returns = reinforce_returns(torch.where(last, outcome[None], 0.0), kl, last, steps, settings.reward_kl)
-    advantage = torch.where(steps, normalise(returns, steps), 0.0) if bool(steps.any()) else returns
-    if of_actions:
-        advantage = advantage.unflatten(0, (len(keep), -1)).transpose(1, 2)
-    return Estimate(advantage, torch.zeros_like(batch.reward), keep, _weights(batch, config))
+    counted = keep
+    if settings.credit == "action":  # [T, C, B]
+        counted = keep[:, None] & alive_actions(batch.executed, batch.log_prob.shape[2]).transpose(1, 2)
+    returns = torch.where(counted, outcome, 0.0)
+    advantage = torch.where(counted, normalise(returns, counted), 0.0) if bool(counted.any()) else returns
+    if settings.credit == "action":
+        advantage = advantage.transpose(1, 2)
+    return Estimate(advantage, torch.zeros_like(batch.reward), keep, torch.ones_like(batch.reward))
 
 
 def binary(batch: Trajectories, config: Config) -> Estimate:
     """1 for every decision of an episode that was solved, -1 for those of the others (pi-StepNFT, arXiv 2603.02083)."""
     outcome = torch.where((batch.success & batch.mask).any(0), 1.0, -1.0)
-    return Estimate(per_decision(outcome, batch), torch.zeros_like(batch.reward), batch.mask, _weights(batch, config))
-
-
-def _divergence(batch: Trajectories, alive: Tensor) -> Tensor:
-    """[T, B, C]: log(policy / reference) of each executed action (Schulman 2020, k1); zero of the others."""
-    assert batch.reference_log_prob is not None, "the workflow has no reference policy"
-    return ((batch.log_prob - batch.reference_log_prob) * alive[..., None]).sum(3)
-
-
-def _in_time(values: Tensor) -> Tensor:
-    """[T, B] as they are; [T, B, C] of actions as [T * C, B], one after the other."""
-    return values if values.ndim == 2 else values.transpose(1, 2).flatten(0, 1)
-
-
-def _weights(batch: Trajectories, config: Config) -> Tensor:
-    """[T, B] weight of each decision's units in the loss, so that decisions or whole episodes count alike."""
-    weights = torch.ones_like(batch.reward)
-    if config.loss.weight == "episode":
-        units = batch.mask if config.loss.ratio_unit == "chunk" else batch.executed * batch.mask
-        weights = weights / units.sum(0).clamp(min=1)
-    return weights
+    nothing = torch.zeros_like(batch.reward)
+    return Estimate(per_decision(outcome, batch), nothing, batch.mask, nothing + 1)
 
 
 def judged(batch: Trajectories, config: Config) -> Tensor:

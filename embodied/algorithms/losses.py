@@ -31,6 +31,8 @@ BEHAVIOUR_BOUND = 2.0
 `loss.engine_weight_max` is."""
 MAX_DRIFT = 0.5
 """Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
+DRIFT_WEIGHT = 1e-4
+"""Weight of the velocity's squared change since the rollout (likewise)."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,17 @@ def policy_loss(
     mask: Units,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None = None,
     weight: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate (Schulman et al. 2017, eq. 7), summed over the units where `mask`.
 
     `log_prob`, `old_log_prob`, `mask` [B, U]; `advantage` [B] belongs to every unit of its row, [B, U] to one unit.
-    `dual_clip` bounds the loss of negative advantages (Ye et al. 2020, arXiv 1912.09729). `weight` as in `sum_units`:
-    inverse lengths for episodes of equal weight, `behaviour_weight` where the policy that acted is not that of
-    `old_log_prob`.
+    `weight` as in `sum_units`: `behaviour_weight` where the policy that acted is not that of `old_log_prob`.
     """
     log_ratio = (log_prob - old_log_prob).clamp(-RATIO_LOG_LIMIT, RATIO_LOG_LIMIT)
     ratio = log_ratio.exp()
     gain = advantage if advantage.ndim == 2 else advantage[:, None]
     loss = torch.maximum(-gain * ratio, -gain * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:
-        loss = torch.where(gain < 0, torch.minimum(loss, -gain * dual_clip), loss)
     with torch.no_grad():
         approx_kl = ((ratio - 1) - log_ratio)[mask].sum()
         outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high))[mask].sum()
@@ -169,25 +166,25 @@ def ratio(new: Evaluation, samples: Samples, settings: LossConfig, places: Units
         settings.clip_high or settings.clip,
     )
     weight = samples.weight[:, None] * samples.importance
-    return policy_loss(log_prob, old, gain, places, settings.clip, high, settings.dual_clip, weight)
+    return policy_loss(log_prob, old, gain, places, settings.clip, high, weight)
 
 
 def contrast(new: Evaluation, samples: Samples, settings: LossConfig, places: Units) -> PolicyLoss:
     """Step-wise negative-aware fine-tuning (pi-StepNFT, arXiv 2603.02083), per action, with y the advantage's sign:
 
-        softplus(1/2 y (E+ - E-)) + contrast_drift * mean (v - v_old)^2
+        softplus(1/2 y (E+ - E-)) + DRIFT_WEIGHT * mean (v - v_old)^2
 
     E+ and E- are squared distances, in the drawn step's variance, of what was drawn from the means of two velocities,
-    v_old + b d and v_old - b d, with d = v - v_old no longer than `MAX_DRIFT` and b `contrast_scale`. The mean is
-    linear in the velocity, hence E+ - E- = -4 b sum(pull) (`Contrast`). No ratio and no value enters.
+    v_old + d and v_old - d, with d = v - v_old no longer than `MAX_DRIFT`. The mean is linear in the velocity, hence
+    E+ - E- = -4 sum(pull) (`Contrast`). No ratio and no value enters.
     """
     assert new.contrast is not None, "the policy draws no denoising step to compare its velocity with"
     drift, pull = new.contrast.drift, new.contrast.pull
     norm = (drift.square().sum(2) + 1e-16).sqrt()
     shortened = (MAX_DRIFT / norm).clamp(max=1)
-    towards = settings.contrast_scale * (pull.sum(2) * shortened)
+    towards = pull.sum(2) * shortened
     sign = torch.sign(samples.advantage)[:, None]
-    loss = functional.softplus(-2 * sign * towards) + settings.contrast_drift * drift.square().mean(2)
+    loss = functional.softplus(-2 * sign * towards) + DRIFT_WEIGHT * drift.square().mean(2)
     with torch.no_grad():
         seen = ratio(new, samples, settings, places)
     return replace(seen, loss=sum_units(loss, places, samples.weight), clipped=(norm > MAX_DRIFT)[places].sum())

@@ -20,7 +20,16 @@ from embodied.files import read_yaml, write_whole, yaml_text
 
 CONFIGS = HERE / "configs"
 REMOVED: dict[str, Any] = {
+    "advantage.normalise": "task",
+    "advantage.reward_kl": 0.0,
     "farm.pin": True,
+    "loss.contrast_drift": 1e-4,
+    "loss.contrast_scale": 1.0,
+    "loss.dual_clip": None,
+    "loss.entropy_target": None,
+    "loss.reference_kl_target": None,
+    "loss.weight": "decision",
+    "optim.lr_kl": None,
     "optim.non_finite_limit": 3,
     "optim.threads": 0,
     "plan.any_hardware": False,

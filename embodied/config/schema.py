@@ -368,13 +368,9 @@ class AdvantageConfig(Section):
     """Lambda of the generalised advantage."""
     credit: Literal["chunk", "action"] = "chunk"
     """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions, which takes a
-    loss.ratio_unit of no more than an action and, with a critic, a policy with a value for each. The divergence of
-    `reward_kl` is then that of each action (reinforce)."""
+    loss.ratio_unit of no more than an action and, with a critic, a policy with a value for each."""
     bootstrap: Literal["truncated", "always"] = "truncated"
     """`always` also bootstraps the value where the task itself ended the episode."""
-    normalise: Literal["task", "run", "none"] = "task"
-    """Set over which generalised advantages are normalised: an iteration's decisions of each task by itself, or of all
-    tasks of the run; `none` leaves them as they are."""
     normalise_returns: bool = False
     """Let the critic speak in deviations of returns (their mean and deviation, mostly of the last ten iterations), so
     that value_lr and value_coef mean the same whatever the size of rewards."""
@@ -391,9 +387,6 @@ class AdvantageConfig(Section):
     they carry no gradient (the alternative to `overlong_margin`)."""
     baseline: Literal["none", "group"] = "none"
     """Baseline that is subtracted from an episode's outcome (reinforce): none, or its episode group's mean."""
-    reward_kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL divergence to the frozen reference policy that is taken off each decision's reward
-    (reinforce_reference)."""
     keep_rates: Annotated[tuple[Share, Share], AfterValidator(_ascending)] | None = None
     """Leave out episode groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always
     are."""
@@ -404,31 +397,17 @@ class LossConfig(Section):
     """Clip range of the ratio, below one and (unless clip_high is set) above."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
     """Clip range above one (DAPO's clip-higher)."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss for negative advantages; off unless set (3 is usual)."""
     ratio_unit: Literal["chunk", "action", "element"] = "chunk"
     """Unit of a probability ratio: a whole chunk, one action of it, or one number of it."""
-    weight: Literal["decision", "episode"] = "decision"
-    """Unit of equal weight in the loss (grpo): every decision, or every episode whatever its length."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Clip range of the value prediction; None does not clip."""
     value_coef: Annotated[float, Field(ge=0)] = 0.5
     """Weight of the value loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    entropy_target: float | None = None
-    """Let the weight of the entropy bonus rise while the mean entropy is below this, in nats for each of what
-    `ratio_unit` names, and fall while it is above; it begins as `entropy_coef`."""
-    contrast_scale: Annotated[float, Field(gt=0)] = 1.0
-    """Distance of the two contrasted velocities from the present one, in units of its change (stepnft)."""
-    contrast_drift: Annotated[float, Field(ge=0)] = 1e-4
-    """Weight of the velocity's squared change since the rollout (stepnft)."""
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
     grpo_reference, reinforce_reference)."""
-    reference_kl_target: Annotated[float, Field(gt=0)] | None = None
-    """Let that weight double where an update's divergence was above 1.5 times this, and halve where it was below two
-    thirds of it; it begins as `reference_kl`."""
     engine_weight_max: Annotated[float, Field(ge=1)] = 2.0
     """Largest weight of a unit by the ratio of the learner's to the engine's probability, where a generation engine
     writes the answers (truncated importance sampling)."""
@@ -461,9 +440,6 @@ class OptimConfig(Section):
     are as small as 1e-5 itself; there 1e-8 is usual."""
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 0.5
     """Gradients are scaled down to this norm; `.inf` leaves them as they are."""
-    lr_kl: Annotated[float, Field(gt=0)] | None = None
-    """Let the policy's learning rate fall where an update's approximate KL was above twice this, and rise where it was
-    below half of it."""
     target_kl: Annotated[float, Field(gt=0)] | None = None
     """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
     ranks: Annotated[int, Field(ge=1)] = 1

@@ -167,7 +167,6 @@ class Learner(TrainedPolicy, WeightsPublisher):
             parallel,
             loss=LossFunction(self._config.loss, credit, critic, self._recipe.objective_function()),
             optimizer=self.optimizer,
-            controls=self._controls,
             config=self._config,
             run_dir=self._run_dir,
         )
@@ -211,7 +210,7 @@ class Learner(TrainedPolicy, WeightsPublisher):
             samples = self._samples_of(found, iteration)
             statistics = self._update_from(samples, found, iteration)
         metrics = metrics_of(samples, statistics, self._config.loss)
-        metrics |= self._controls.note(metrics, iteration)
+        metrics |= self._controls.metrics()
         metrics["learner/policy_lr"] = float(self.optimizer.param_groups[0]["lr"])
         if found.frames.read:
             metrics |= {"learner/frames_read": found.frames.read, "learner/frame_copies": found.frames.copied}

@@ -90,11 +90,10 @@ class ReferenceWorker(Scorer):
     @classmethod
     def check(cls, config: Config) -> None:
         """Raise `UserError` where nothing is drawn towards the reference."""
-        if not (config.loss.reference_kl or config.advantage.reward_kl):  # the learner checks where the latter counts
+        if not config.loss.reference_kl:
             raise UserError(
                 f"the workflow {config.workflow} has a reference policy, and loss.reference_kl is 0: set it to the "
-                "weight of the divergence from it (0.01, for example), or take a workflow without. In "
-                "reinforce_reference, advantage.reward_kl does too"
+                "weight of the divergence from it (0.01, for example), or take a workflow without"
             )
 
     def share(self, policy: Policy) -> None:

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from embodied.algorithms.advantages import Credit, alive_actions
-from embodied.algorithms.controls import UpdateControls
 from embodied.algorithms.losses import (
     BEHAVIOUR_BOUND,
     Objective,
@@ -128,12 +127,11 @@ class Update:
         *,
         loss: LossFunction,
         optimizer: torch.optim.Optimizer,
-        controls: UpdateControls,
         config: Config,
         run_dir: Path,
     ) -> None:
         self._parallel, self._policy = parallel, parallel.policy
-        self._loss, self._controls = loss, controls
+        self._loss = loss
         self._steps = OptimizerSteps(parallel, optimizer, config.optim)
         self._config, self._seed, self._run_dir = config.optim, config.seed, run_dir
         self._by_engine = type(self._policy).asks_engine(config.policy.architecture)
@@ -176,11 +174,10 @@ class Update:
 
         `synchronise`: False if more passes follow before the gradient is needed.
         """
-        loss_function = replace(self._loss, settings=self._controls.loss)
         size, losses = self._config.micro_batch or len(minibatch), []
         for index, counts in self._parallel.micro_batches(minibatch, size, synchronise):
             divided_by = denominators if counts else NO_GRADIENT
-            loss, statistics = micro_batch_loss(self._policy, samples.take(index), loss_function, divided_by)
+            loss, statistics = micro_batch_loss(self._policy, samples.take(index), self._loss, divided_by)
             loss.backward()  # type: ignore[no-untyped-call]
             del loss  # its graph
             if counts:

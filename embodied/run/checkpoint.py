@@ -372,7 +372,7 @@ class RunState:
     """Source of the training data: simulation (`rl`) or demonstrations (`sft`, whose iterations are optimiser
     steps)."""
     controls: Mapping[str, float] = field(default_factory=dict)
-    """Values that adapt from update to update (`embodied.algorithms.controls`)."""
+    """Running statistics of returns (`embodied.algorithms.controls`)."""
     recent_return: tuple[float, ...] = ()
     """Return of the last training episodes, oldest first."""
 

@@ -147,10 +147,10 @@ def begun_from(config: Config, runs_dir: Path, resume: bool, stage: str = "rl") 
     config = fetched(config)
     recorded = recorded_policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
-    if kept != recorded and (config.loss.reference_kl or config.advantage.reward_kl):
+    if kept != recorded and config.loss.reference_kl:
         raise UserError(
             f"{run_dir} began from {recorded}, which is gone, and its reference policy is made of that: bring it back, "
-            "or go on without (--workflow without a reference, --loss.reference-kl 0, --advantage.reward-kl 0)"
+            "or go on without (--workflow without a reference, or --loss.reference-kl 0)"
         )
     return _with_policy(config, init=kept)
 

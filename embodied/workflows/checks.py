@@ -19,7 +19,6 @@ def check_algorithm(config: Config) -> None:
     """Raise `UserError` for such a setting. An estimator or objective of your own may read any of its section."""
     recipe = recipe_of(config)
     check_unread(config)
-    _check_controls(config)
     _check_critic(config)
     if config.advantage.overlong_margin is not None:
         overlong_limits(config)  # raises where an episode has no limit
@@ -27,23 +26,6 @@ def check_algorithm(config: Config) -> None:
 
 
 # --- settings that contradict each other
-
-
-def _check_controls(config: Config) -> None:
-    """Check adaptive coefficients: each has an initial value, and something to adapt."""
-    loss = config.loss
-    for target, first in (("reference_kl_target", "reference_kl"), ("entropy_target", "entropy_coef")):
-        asked, begins = getattr(loss, target), getattr(loss, first)
-        if asked is not None and not begins > 0:
-            raise UserError(
-                f"loss.{target} is {asked:g}, and loss.{first}, which it adapts, begins as {begins:g}: set that to "
-                "what it is to begin as, greater than 0"
-            )
-    if config.optim.lr_kl is not None and config.optim.epochs == 1 and not config.optim.minibatch:
-        raise UserError(
-            f"optim.lr_kl is {config.optim.lr_kl:g}, and an update is one step, before which nothing has changed whose "
-            "KL could be measured: set optim.epochs to 2 or more, or optim.minibatch to less than all rows"
-        )
 
 
 def _check_critic(config: Config) -> None:

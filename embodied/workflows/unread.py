@@ -55,7 +55,7 @@ READERS = (
         _estimators("group_relative"),
     ),
     Reader(
-        ("advantage.gamma", "advantage.lam", "advantage.normalise"),
+        ("advantage.gamma", "advantage.lam"),
         "generalised advantages",
         _estimators("gae"),
     ),
@@ -66,14 +66,7 @@ READERS = (
         _estimators("group_relative", "reinforce"),
     ),
     Reader(("advantage.baseline",), "baseline of outcomes", _estimators("reinforce")),
-    Reader(
-        ("advantage.reward_kl",),
-        "divergence that is taken off rewards",
-        lambda config, recipe: _estimators("reinforce")(config, recipe) and _has_reference(config, recipe),
-    ),
-    Reader(("loss.weight",), "loss over whole episodes", _estimators("group_relative", "reinforce", "binary")),
-    Reader(("loss.clip", "loss.clip_high", "loss.dual_clip"), "clipped ratio", _objectives("ratio")),
-    Reader(("loss.contrast_scale", "loss.contrast_drift"), "contrast of velocities", _objectives("contrast")),
+    Reader(("loss.clip", "loss.clip_high"), "clipped ratio", _objectives("ratio")),
     Reader(
         (
             "advantage.bootstrap",
@@ -86,7 +79,7 @@ READERS = (
         "critic",
         lambda config, recipe: recipe.critic,
     ),
-    Reader(("loss.reference_kl", "loss.reference_kl_target"), "reference policy", _has_reference),
+    Reader(("loss.reference_kl",), "reference policy", _has_reference),
     Reader(("reward.function", "reward.classifier", "reward.threshold"), "reward worker", _worker_reads("reward")),
     Reader(
         ("env.cameras", "env.image_size", "env.orientation"),

@@ -14,11 +14,8 @@ from embodied.algorithms.advantages import (
     Scale,
     differing,
     group_advantages,
-    group_means,
     informative,
-    normalise,
     overlong_penalty,
-    reinforce_returns,
 )
 
 GOLDEN = load_file(Path(__file__).parents[2] / "golden/rl/groups.safetensors")
@@ -189,54 +186,3 @@ def test_overlong_penalty_falls_from_zero_to_minus_one_over_the_margin() -> None
 def test_a_margin_without_room_is_refused(margin: int) -> None:
     with pytest.raises(ValueError, match=f"not {margin}"):
         overlong_penalty(torch.tensor([1]), 100, margin)
-
-
-# --- REINFORCE++
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_returns_equal_a_literal_double_loop(seed: int) -> None:
-    g = generator(seed)
-    shape = (11, 4)
-    reward, kl = (torch.randn(shape, generator=g, dtype=torch.float64) for _ in range(2))
-    end, mask = (torch.rand(shape, generator=g) < chance for chance in (0.25, 0.8))
-    expected = torch.zeros(shape, dtype=torch.float64)
-    for start in range(11):
-        for env in range(4):
-            for t in range(start, 11):
-                expected[start, env] += (reward[t, env] - 0.3 * kl[t, env]) * bool(mask[t, env])
-                if end[t, env]:
-                    break
-    close(reinforce_returns(reward, kl, end, mask, 0.3), expected * mask, atol=1e-12)
-
-
-def test_the_first_return_is_the_first_episodes_outcome_of_rlinf() -> None:
-    done = GOLDEN["grpo.dones"][1:].any(-1)
-    nothing = torch.zeros(done.shape)
-    found = reinforce_returns(GOLDEN["grpo.rewards"].sum(-1), nothing, done, torch.ones_like(done), 0.0)
-    close(found[0], GOLDEN["grpo.scores"])
-
-
-def test_decisions_that_were_not_taken_do_not_matter() -> None:
-    g = generator(5)
-    reward, kl = (torch.randn(6, 3, generator=g) for _ in range(2))
-    end, mask = torch.zeros(6, 3, dtype=torch.bool), torch.rand(6, 3, generator=g) < 0.6
-    before = reinforce_returns(reward, kl, end, mask, 0.1, torch.ones(6, 3))
-    hole = torch.where(mask, 0.0, torch.nan)
-    after = reinforce_returns(reward + hole, kl + hole, end, mask, 0.1, 1 + hole)
-    assert torch.equal(before, after) and not before[~mask].any()
-
-
-def test_returns_less_the_group_mean_are_dr_grpo_where_there_is_no_kl() -> None:
-    """Six episodes of two decisions, two of them in each column, in groups of three."""
-    outcome, group = torch.tensor([1.0, 0.0, 1.0, 0.5, 0.0, 0.0]), torch.tensor([7, 8, 7, 8, 7, 8])
-    episode = torch.tensor([[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]])
-    end = torch.tensor([[False], [True], [False], [True]]).expand(4, 3)
-    reward, mask = outcome[episode] * end, torch.ones(4, 3, dtype=torch.bool)
-    baseline = group_means(outcome, group, 3)[0][episode]
-    found = reinforce_returns(reward, torch.zeros(4, 3), end, mask, 0.1, baseline)
-    advantage, _ = group_advantages(outcome, group, 3, "none")
-    close(found, advantage[episode])
-    normalised = normalise(found, mask)
-    assert float(normalised.mean()) == pytest.approx(0, abs=1e-6)
-    assert float(normalised.std()) == pytest.approx(1, abs=1e-6)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.advantages import generalised_advantages
+from embodied.algorithms.advantages import generalised_advantages, normalise
 from embodied.algorithms.estimators import gae, group_relative, outcomes
 from embodied.algorithms.samples import Estimate, Samples, join_samples, samples_of
 from embodied.config.files import load_config, parse_config
@@ -64,13 +64,13 @@ def make_batch(seed: int = 0, group: tuple[int, ...] | None = (9, 9, 9, 4, 4, 4)
     )
 
 
-def config_of(unit: str = "chunk", weight: str = "decision", **advantage: Any) -> Config:
+def config_of(unit: str = "chunk", **advantage: Any) -> Config:
     return parse_config(
         {
             "workflow": "grpo",
             "rollout": {"episode_group": 3},
             "advantage": {"outcome": "return", **advantage},
-            "loss": {"ratio_unit": unit, "weight": weight},
+            "loss": {"ratio_unit": unit},
         },
         "test",
     )
@@ -139,11 +139,11 @@ def test_gae_is_normalised_over_the_decisions_that_were_taken() -> None:
     taken = found.advantage[batch.mask]
     assert float(taken.mean()) == pytest.approx(0, abs=1e-6) and float(taken.std()) == pytest.approx(1, abs=1e-5)
     assert torch.equal(found.keep, batch.mask) and (found.weight == 1).all()
-    plain = gae(batch, parse_config({"advantage": {"normalise": "none", "gamma": 0.8, "lam": 0.7}}, "test"))
+    found = gae(batch, parse_config({"advantage": {"gamma": 0.8, "lam": 0.7}}, "test"))
     advantage, returns = generalised_advantages(
         batch.reward, batch.value, batch.terminated, batch.truncated, batch.final_value, batch.last_value, 0.8, 0.7
     )
-    assert torch.equal(plain.advantage, advantage) and torch.equal(plain.returns, returns)
+    assert torch.equal(found.advantage, normalise(advantage, batch.mask)) and torch.equal(found.returns, returns)
 
 
 def test_what_masked_decisions_hold_does_not_matter_to_gae() -> None:
@@ -181,7 +181,7 @@ def test_columns_may_come_in_any_order() -> None:
         batch, episode_group=batch.episode_group[order], **{k: getattr(batch, k)[:, order] for k in per_column}
     )
     for scale in ("group", "batch", "none"):
-        found, expected = (group_relative(b, config_of(scale=scale, weight="episode")) for b in (shuffled, batch))
+        found, expected = (group_relative(b, config_of(scale=scale)) for b in (shuffled, batch))
         for name in ("advantage", "keep", "weight"):
             assert torch.equal(getattr(found, name), getattr(expected, name)[:, order]), name
 
@@ -217,15 +217,6 @@ def test_rates_do_not_bring_back_groups_with_equal_outcomes() -> None:
     batch = make_batch()
     equal = replace(batch, reward=torch.zeros(T, B))
     assert not group_relative(equal, config_of(keep_rates=(0.0, 1.0))).keep.any()
-
-
-@pytest.mark.parametrize("unit", ["chunk", "action", "element"])
-def test_episodes_count_alike_whatever_their_length(unit: str) -> None:
-    batch = make_batch()
-    found = group_relative(batch, config_of(unit, weight="episode"))
-    units = {"chunk": batch.mask, "action": batch.executed, "element": batch.executed}[unit]
-    assert (found.weight * units).sum(0).tolist() == pytest.approx([1.0] * B)
-    assert (group_relative(batch, config_of()).weight == 1).all()
 
 
 def test_a_rollout_of_decisions_has_no_groups() -> None:

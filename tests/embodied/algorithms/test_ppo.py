@@ -110,33 +110,6 @@ def test_a_chunks_advantage_belongs_to_each_of_its_actions() -> None:
     close(loss, GOLDEN["ppo.action_level.adv_chunk.nomask.rlinf.loss"])
 
 
-def test_dual_clip_equals_those_of_rlinf_and_verl() -> None:
-    log_prob, (new, old), mask, advantage = golden_units("action_level", masked=True)
-    loss = policy_loss(new, old, advantage, mask, 0.2, 0.28, dual_clip=1.05).loss / mask.sum()
-    loss.backward()
-    assert log_prob.grad is not None
-    close(loss, GOLDEN["ppo.dual_clip.rlinf.loss"])
-    close(loss, GOLDEN["ppo.dual_clip.textbook64.loss"])
-    close(log_prob.grad, GOLDEN["ppo.dual_clip.rlinf.grad"])
-    _, (new, old), mask, advantage = golden_units("token_level", masked=True)
-    found = policy_loss(new, old, advantage, mask, 0.2, 0.28, dual_clip=3.0).loss / mask.sum()
-    close(found, GOLDEN["ppo.token_level.verl.loss"])
-
-
-def test_dual_clip_bounds_the_loss_of_negative_advantages_only() -> None:
-    new, old = torch.tensor([[2.0], [2.0], [-9.0]]), torch.zeros(3, 1)
-    advantage, mask = torch.tensor([-1.0, 1.0, 1.0]), torch.ones(3, 1, dtype=torch.bool)
-
-    def losses(dual_clip: float | None) -> list[float]:
-        rows = [slice(i, i + 1) for i in range(3)]
-        found = [policy_loss(new[i], old[i], advantage[i], mask[i], 0.2, 0.2, dual_clip) for i in rows]
-        return [float(row.loss) for row in found]
-
-    plain, dual = losses(None), losses(3.0)
-    assert plain == pytest.approx([math.exp(2), -1.2, -math.exp(-9)])
-    assert dual == pytest.approx([3.0, *plain[1:]])
-
-
 @each_unit
 def test_loss_and_gradient_do_not_depend_on_packing_or_order(unit: RatioUnit) -> None:
     g = generator(5)
@@ -152,7 +125,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_order(unit: RatioUnit) ->
         for pick in packs:
             new, mask = reduce_to_unit(leaf[pick], executed[pick], unit)
             old, _ = reduce_to_unit(old_log_prob[pick], executed[pick], unit)
-            part = policy_loss(new, old, advantage[pick], mask, 0.2, 0.28, dual_clip=3.0)
+            part = policy_loss(new, old, advantage[pick], mask, 0.2, 0.28)
             part.loss.backward()
             parts.append(part)
         assert leaf.grad is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import policies
 from embodied.algorithms.estimators import binary
-from embodied.algorithms.losses import MAX_DRIFT, contrast, unit_mask
+from embodied.algorithms.losses import DRIFT_WEIGHT, MAX_DRIFT, contrast, unit_mask
 from embodied.algorithms.samples import Samples
 from embodied.config.files import parse_config
 from embodied.config.schema import LossConfig
@@ -31,7 +31,7 @@ from tests.embodied.run.test_resume import run
 from tests.embodied.training.test_pi0_end_to_end import SETTINGS
 
 SPEC = PolicySpec(action_dim=3, chunk=2, horizon=3, state_dim=5)
-LOSS = LossConfig(ratio_unit="action", contrast_scale=1.5, contrast_drift=0.3)
+LOSS = LossConfig(ratio_unit="action")
 ROWS = 12
 
 
@@ -70,10 +70,10 @@ def by_definition(policy: Any, rows: Samples) -> Tensor:
             x, drawn = trace["x"][row, 0, there], trace["x_next"][row, 0, there]
             old, now = trace["v"][row, 0, there], velocity[row, there]
             change = now - old
-            d = LOSS.contrast_scale * change * min(MAX_DRIFT / float(change.detach().norm()), 1.0)
+            d = change * min(MAX_DRIFT / float(change.detach().norm()), 1.0)
             far = [((drawn - (w_x * x + w_v * v)) ** 2).sum() / (std**2 + VARIANCE_EPS) for v in (old + d, old - d)]
             term = torch.nn.functional.softplus(0.5 * rows.advantage[row] * (far[0] - far[1]))
-            total = total + rows.weight[row] * (term + LOSS.contrast_drift * change.square().mean())
+            total = total + rows.weight[row] * (term + DRIFT_WEIGHT * change.square().mean())
     return total
 
 

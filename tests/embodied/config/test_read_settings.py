@@ -58,7 +58,7 @@ OF_WORKFLOWS: dict[str, dict[str, Any]] = {
     },
     "ppo_reference": {"loss": {"reference_kl": 0.1}},
     "grpo_reference": {**EPISODES, **RETURNS, "loss": {"reference_kl": 0.1}},
-    "reinforce_reference": {**EPISODES, "advantage": {"reward_kl": 0.1}},
+    "reinforce_reference": {**EPISODES, "loss": {"reference_kl": 0.1}},
     "ppo_reward": {**IMAGES, "reward": {"function": f"{__name__}:bright"}},
 }
 PLACED = {
@@ -219,7 +219,7 @@ CONDITIONAL = {"eval.prompt", "eval.tasks", "policy.path", "policy.init"}
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["sft", "reach", "--optim.ranks", "2"], "micro_batch, max_grad_norm; read by `embodied train`"),
+        (["sft", "reach", "--optim.epochs", "2"], "micro_batch, max_grad_norm, ranks, sharding; read by `embodied train`"),
         (["eval", "reach", "--iterations", "3"], "`embodied eval` does not read iterations (3): leave it out"),
         (["eval", "reach", "--policy.replicas", "2"], "does not read policy.replicas (2)"),
         (["record", "reach", "--out", "demos", "--eval.episodes", "5"], "of eval it reads init_states, greedy"),

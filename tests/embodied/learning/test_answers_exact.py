@@ -44,12 +44,12 @@ Written = Callable[[Any, Sequence[Episode]], Loss]
 # --- the losses, written out
 
 
-def tokens_of(episode: Episode, advantage: float, weight: float = 1.0) -> list[Token]:
-    return [Token(d, place, advantage, weight) for d in episode.decisions for place in range(len(d.tokens))]
+def tokens_of(episode: Episode, advantage: float) -> list[Token]:
+    return [Token(d, place, advantage) for d in episode.decisions for place in range(len(d.tokens))]
 
 
 def group_relative(
-    policy: Any, found: Sequence[Episode], terms: Terms, scale: str = "group", by_episode: bool = False,
+    policy: Any, found: Sequence[Episode], terms: Terms, scale: str = "group",
     margin: int = 0, masked: bool = False,
 ) -> Loss:  # fmt: skip
     """(R - mean of the group) / (its unbiased deviation + 1e-6); groups of equal outcomes are left out."""
@@ -62,21 +62,20 @@ def group_relative(
             continue
         gain = outcome[found.index(episode)] - sum(peers) / len(peers)
         divisor = {"group": deviation(peers) + 1e-6, "batch": deviation(outcome) + 1e-6, "none": 1.0}[scale]
-        tokens += tokens_of(episode, gain / divisor, 1 / episode.length if by_episode else 1.0)
+        tokens += tokens_of(episode, gain / divisor)
     return surrogate(policy, tokens, terms)
 
 
-def reinforce(policy: Any, found: Sequence[Episode], terms: Terms, beta: float, baseline: bool, by_token: bool) -> Loss:
-    """A = R - beta * (log-ratio to the reference, from here on), normalised over all decisions or tokens."""
+def reinforce(policy: Any, found: Sequence[Episode], terms: Terms, baseline: bool, by_token: bool) -> Loss:
+    """A = R, normalised over all decisions or tokens."""
     tokens: list[Token] = []
     returns: list[float] = []
     for episode in found:
         peers = [float(other.solved) for other in found if other.group == episode.group]
         score = float(episode.solved) - (sum(peers) / len(peers) if baseline else 0.0)
         steps = [(d, place) for d in episode.decisions for place in range(len(d.tokens))]
-        for number, (d, place) in enumerate(steps):
-            left = steps[number if by_token else number - place :]
-            tokens.append(Token(d, place, score - beta * sum(e.old[p] - e.reference[p] for e, p in left)))
+        for d, place in steps:
+            tokens.append(Token(d, place, score))
             if by_token or place == 0:
                 returns.append(tokens[-1].advantage)
     mean, spread = sum(returns) / len(returns), deviation(returns) + 1e-8
@@ -136,7 +135,7 @@ def settings(workflow: str, loss: dict[str, Any], advantage: dict[str, Any], min
 
 
 GAE = {"gamma": GAMMA, "lam": LAMBDA}
-DAPO: dict[str, Any] = {"clip_high": 0.28, "dual_clip": 3.0}
+DAPO: dict[str, Any] = {"clip_high": 0.28}
 ALGORITHMS: dict[str, tuple[dict[str, Any], Written]] = {
     "ppo": (
         settings("ppo", {"entropy_coef": 0.01}, GAE),
@@ -148,8 +147,8 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], Written]] = {
     ),
     "grpo": (settings("grpo", {}, {}), lambda p, e: group_relative(p, e, Terms())),
     "grpo with a reference": (
-        settings("grpo_reference", {"reference_kl": 0.1, "weight": "episode"}, {}),
-        lambda p, e: group_relative(p, e, Terms(reference=0.1), by_episode=True),
+        settings("grpo_reference", {"reference_kl": 0.1}, {}),
+        lambda p, e: group_relative(p, e, Terms(reference=0.1)),
     ),
     "dr.grpo": (
         settings("grpo", {}, {"scale": "none"}), lambda p, e: group_relative(p, e, Terms(), scale="none")
@@ -159,19 +158,19 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], Written]] = {
     ),
     "dapo": (
         settings("grpo", DAPO, {"overlong_margin": 5}),
-        lambda p, e: group_relative(p, e, Terms(high=0.28, dual=3.0), margin=5),
+        lambda p, e: group_relative(p, e, Terms(high=0.28), margin=5),
     ),
     "dapo that masks what was cut off": (
         settings("grpo", DAPO, {"mask_truncated": True}),
-        lambda p, e: group_relative(p, e, Terms(high=0.28, dual=3.0), masked=True),
+        lambda p, e: group_relative(p, e, Terms(high=0.28), masked=True),
     ),
     "reinforce++": (
-        settings("reinforce_reference", {}, {"reward_kl": 0.2, "credit": "action"}),
-        lambda p, e: reinforce(p, e, Terms(), 0.2, baseline=False, by_token=True),
+        settings("reinforce_reference", {"reference_kl": 0.2}, {"credit": "action"}),
+        lambda p, e: reinforce(p, e, Terms(reference=0.2), baseline=False, by_token=True),
     ),
     "reinforce++ by decision, with a baseline": (
-        settings("reinforce_reference", {}, {"reward_kl": 0.2, "baseline": "group"}),
-        lambda p, e: reinforce(p, e, Terms(), 0.2, baseline=True, by_token=False),
+        settings("reinforce_reference", {"reference_kl": 0.2}, {"baseline": "group"}),
+        lambda p, e: reinforce(p, e, Terms(reference=0.2), baseline=True, by_token=False),
     ),
 }  # fmt: skip
 

@@ -139,13 +139,12 @@ def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:
         assert during.learned[name] == pytest.approx(afterwards[name], abs=0, rel=0, nan_ok=True), name
 
 
-@pytest.mark.parametrize("weight", ["decision", "episode"])
 @pytest.mark.parametrize("unit", ["chunk", "action", "element"])
 @pytest.mark.parametrize("micro_batch", [None, 7])
 def test_streaming_has_the_gradient_of_one_step_over_all_rows(
-    weight: str, unit: str, micro_batch: int | None, parts: list[Trajectories], skilled: Path, tmp_path: Path
+    unit: str, micro_batch: int | None, parts: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"loss": {"weight": weight, "ratio_unit": unit, "entropy_coef": 0.01}}
+    changes: dict[str, Any] = {"loss": {"ratio_unit": unit, "entropy_coef": 0.01}}
     found = []
     for minibatch in (0, 10**6):
         config = config_of(**changes)
@@ -163,13 +162,12 @@ def test_streaming_has_the_gradient_of_one_step_over_all_rows(
         torch.testing.assert_close(streamed[name], expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("weight", ["decision", "episode"])
 @pytest.mark.parametrize("unit", ["chunk", "action"])
 def test_the_gradient_is_that_of_the_formula_written_out(
-    weight: str, unit: str, parts: list[Trajectories], skilled: Path, tmp_path: Path
+    unit: str, parts: list[Trajectories], skilled: Path, tmp_path: Path
 ) -> None:
-    """The mean over all units, or over episodes of the mean over their units, of -A times the ratio."""
-    config = config_of(loss={"weight": weight, "ratio_unit": unit})
+    """The mean over all units of -A times the ratio."""
+    config = config_of(loss={"ratio_unit": unit})
     learner = learner_of(config, tmp_path, skilled)
     collected(learner, parts)
     found = learner.finish(0)
@@ -185,25 +183,13 @@ def test_the_gradient_is_that_of_the_formula_written_out(
                 terms += moved if unit == "action" else [torch.stack(moved).sum()]
             sums.append(-advantage * torch.stack(terms).exp().sum())
             counts.append(len(terms))
-    if weight == "episode":
-        loss = torch.stack([part / count for part, count in zip(sums, counts, strict=True)]).mean()
-    else:
-        loss = torch.stack(sums).sum() / sum(counts)
+    loss = torch.stack(sums).sum() / sum(counts)
     loss.backward()
     assert found["learner/policy_loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
     for name, parameter in policy.named_parameters():
         if parameter.grad is not None:
             grad = gradients(learner)[name]
             torch.testing.assert_close(grad, parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_entropy_is_per_unit_whatever_the_weights(parts: list[Trajectories], skilled: Path, tmp_path: Path) -> None:
-    found = {}
-    for weight in ("decision", "episode"):
-        learner = learner_of(config_of(loss={"weight": weight}), tmp_path, skilled)
-        collected(learner, parts[:1])
-        found[weight] = learner.finish(0)["learner/entropy"]
-    assert found["decision"] == pytest.approx(found["episode"], abs=0.5) != 0
 
 
 # --- all parts at once, where the estimator needs them

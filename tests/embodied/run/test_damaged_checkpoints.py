@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from embodied.algorithms.controls import Controls
-from embodied.config.schema import Config
+from embodied.algorithms.controls import ReturnScale
 from embodied.errors import UserError
 from embodied.run import checkpoint
 from embodied.run.checkpoint import CheckpointError, OptimizerState, RunState
@@ -93,7 +92,7 @@ def folder(farm: Farm, tmp_path: Path) -> Path:
     step(policy, optimizer)
     environments = farm.snapshot()
     assert environments["base_step"].all()
-    state = RunState(3, 384, 1.5, (True, False), "rl", {"lr_share": 0.5, "return_mean": -1.0})
+    state = RunState(3, 384, 1.5, (True, False), "rl", {"return_mean": -1.0, "return_weight": 0.1})
     return checkpoint.write(tmp_path / "checkpoints", state, policy, optimizer, environments)
 
 
@@ -105,7 +104,7 @@ def read_all(folder: Path, farm: Farm) -> None:
     checkpoint.load_weights(folder, policy)
     checkpoint.load_optimizer(folder, policy, optimizer)
     state = checkpoint.read_state(folder)
-    Controls.read(state.controls, Config())
+    ReturnScale.read(state.controls)
     environments = checkpoint.read_environments(folder)
     farm.restore(environments)
     step(policy, optimizer)
@@ -208,7 +207,7 @@ WRONG_STATES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("stage",), "rt", "stage must be rl or sft, not 'rt'"),
     (("controls",), [], "controls must be an object"),
     (("controls", "return_mean"), float("inf"), r"controls\.return_mean must be a finite number, not inf"),
-    (("controls", "lr_shore"), 1.0, "a control 'lr_shore'; did you mean lr_share"),
+    (("controls", "return_moan"), 1.0, "a control 'return_moan'; did you mean return_mean"),
     (("iterations",), 3, "unknown key 'iterations'; did you mean iteration"),
     (("optimizer",), {}, r"optimizer\.step must be an object, not None"),
     (("optimizer", "step", "value_head.weight"), 1, "value_head.weight is in state.json alone"),

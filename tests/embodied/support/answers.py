@@ -207,7 +207,6 @@ class Terms:
 
     low: float = 0.2
     high: float = 0.2
-    dual: float | None = None
     entropy: float = 0.0
     reference: float = 0.0
 
@@ -234,8 +233,6 @@ def surrogate(policy: Any, tokens: Sequence[Token], terms: Terms) -> Loss:
         ratio = torch.exp(now - d.old[token.place])
         clipped = torch.clip(ratio, 1 - terms.low, 1 + terms.high)
         one = -torch.min(a * ratio, a * clipped)
-        if terms.dual is not None and a < 0:
-            one = torch.min(one, torch.tensor(-a * terms.dual, dtype=torch.float64))
         gap = d.reference[token.place] - now
         divergence = torch.exp(gap) - gap - 1
         kl_of_units += float(divergence.detach())

@@ -21,10 +21,9 @@ SEVERAL: dict[str, Any] = {
     "env": {"task": "tabletop/reach_red", "num_envs": 2, "max_episode_steps": 4, "start_seeds": 2},
     "rollout": {"decisions": 4},
     "advantage": {"normalise_returns": True},
-    "loss": {"entropy_target": 1.0, "entropy_coef": 0.01},
     "eval": {"episodes": 2, "every": 1, "every_episodes": 2, "videos": 0},
 }
-"""Two tasks, adaptive coefficients and evaluations during training."""
+"""Two tasks, a scale of returns, and evaluations during training."""
 
 
 def test_a_training_run_has_declared_names_alone(tmp_path: Path) -> None:

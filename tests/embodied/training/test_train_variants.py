@@ -45,8 +45,8 @@ def test_a_sweep_has_each_combination_of_values_and_seeds() -> None:
     ]
     (one,) = variants(config, "reach", [], ["advantage.keep_rates=[0.1, 0.9]"])
     assert one.advantage.keep_rates == (0.1, 0.9) and "/" not in (one.name or "") and " " not in (one.name or "")
-    (only,) = variants(parse_config({"seed": 4}, "test"), "configs/reach.yaml", [], ["advantage.normalise=none"])
-    assert (only.name, only.seed, only.advantage.normalise) == ("reach-normalisenone-seed4", 4, "none")
+    (only,) = variants(parse_config({"seed": 4}, "test"), "configs/reach.yaml", [], ["advantage.bootstrap=always"])
+    assert (only.name, only.seed, only.advantage.bootstrap) == ("reach-bootstrapalways-seed4", 4, "always")
 
 
 @pytest.mark.parametrize(
