@@ -25,7 +25,7 @@ from embodied.training.preflight import (
     goes_on,
     say_conventions,
 )
-from embodied.training.sft import STAGE, check_shares, imitate
+from embodied.training.sft import STAGE, check_augmentation, check_shares, imitate
 from embodied.workflows.context import task_spec
 from sim_farm.workers.hosts import InProcess
 
@@ -74,6 +74,7 @@ def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[s
     check_evaluation(config, (config.env.task,))
     check_own_evaluation(config)
     check_shares(config)
+    check_augmentation(config)
     info = InProcess().describe(task_spec(config))
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if config.eval.every:

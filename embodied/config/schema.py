@@ -504,6 +504,15 @@ class SFTConfig(Section):
     """Rows whose action chunks are learned at once; optim.micro_batch divides it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step; it falls linearly to zero."""
+    augment: Literal["openpi", "oft", "lerobot"] | None = None
+    """Random changes of the pictures that are learned from, as these projects publish them: `openpi`: crop and rotation
+    (not of cameras at a wrist), brightness, contrast, saturation; `oft`: crop, brightness, contrast, saturation, hue,
+    for a policy that acts on the centre crop; `lerobot`: three of brightness, contrast, saturation, hue, sharpness, and
+    rotation with shift. None: the pictures as recorded."""
+    loader_workers: Annotated[int, Field(ge=0)] = 0
+    """Processes of each learner rank that read demonstrations ahead; 0: threads of the learner itself. Set it where
+    decoding or augmentation keeps the learner waiting, to the cores that it leaves free. It changes nothing in what is
+    learned."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each dataset's episodes that is measured and not learned from."""
     measure_every: Annotated[int, Field(ge=1)] = 100

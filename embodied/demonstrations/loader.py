@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+from embodied.demonstrations.augmentation import Augmentation
 from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.mixture import Demonstrations, Index
 from embodied.demonstrations.reader import Batch
@@ -35,6 +36,8 @@ class Request:
 
     rows: Index
     """[B] rows of one dataset, as `Demonstrations` counts them."""
+    epoch: int | None
+    """Epoch for which pictures are changed at random; None: they stay as recorded."""
 
 
 R = TypeVar("R", bound=Request)
@@ -47,9 +50,17 @@ class Loader:
     `close` or the `with` block, and also when this process is killed.
     """
 
-    def __init__(self, demonstrations: Demonstrations, *, chunk: int, cameras: Sequence[str], workers: int = 0) -> None:
-        """`chunk` actions of each row are read, and the frames of `cameras`."""
-        self._reader = _Reader(replace(demonstrations), chunk, tuple(cameras))
+    def __init__(
+        self,
+        demonstrations: Demonstrations,
+        *,
+        chunk: int,
+        cameras: Sequence[str],
+        augmentation: Augmentation | None = None,
+        workers: int = 0,
+    ) -> None:
+        """`chunk` actions of each row are read, and the frames of `cameras`, which `augmentation` changes."""
+        self._reader = _Reader(replace(demonstrations), chunk, tuple(cameras), augmentation)
         self._processes = [_Process(self._reader) for _ in range(workers)]
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         for process in self._processes:
@@ -77,10 +88,10 @@ class Loader:
 
     def _read(self, request: R) -> tuple[R, Batch]:
         if not self._processes:
-            return request, self._reader.read(request.rows)
+            return request, self._reader.read(request.rows, request.epoch)
         process = self._idle.get()
         try:
-            return request, process.read(request.rows)
+            return request, process.read(request.rows, request.epoch)
         finally:
             self._idle.put(process)
 
@@ -92,10 +103,13 @@ class _Reader:
     demonstrations: Demonstrations
     chunk: int
     cameras: tuple[str, ...]
+    augmentation: Augmentation | None
 
-    def read(self, rows: Index) -> Batch:
+    def read(self, rows: Index, epoch: int | None) -> Batch:
         ((_, batch),) = self.demonstrations.batches(rows, self.chunk, self.cameras)
-        return batch
+        if self.augmentation is None or epoch is None:
+            return batch
+        return replace(batch, frames=self.augmentation.applied(batch.frames, rows, epoch))
 
 
 class _Process:
@@ -111,9 +125,9 @@ class _Process:
         self._process.start()
         theirs.close()
 
-    def read(self, rows: Index) -> Batch:
+    def read(self, rows: Index, epoch: int | None) -> Batch:
         try:
-            self._ours.send((self._reader, rows))
+            self._ours.send((self._reader, rows, epoch))
             found: Batch | Exception = self._ours.recv()
         except (EOFError, OSError) as error:
             raise UserError(self._end()) from error
@@ -152,10 +166,10 @@ def _serve(requests: Connection) -> None:
     with quiet(), suppress(EOFError, OSError):
         while requests.poll(None):
             try:
-                new, rows = requests.recv()
+                new, rows, epoch = requests.recv()
                 reader = new or reader
                 assert reader is not None
-                found: Batch | Exception = reader.read(rows)
+                found: Batch | Exception = reader.read(rows, epoch)
             except EOFError:
                 return
             except Exception as error:  # raised again where the result is waited for

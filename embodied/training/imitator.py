@@ -20,9 +20,10 @@ from torch import Tensor
 from embodied import progress
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, layout
-from embodied.demonstrations.data_files import read_ahead
+from embodied.demonstrations.augmentation import Augmentation
 from embodied.demonstrations.findings import Finding, names_of
 from embodied.demonstrations.inspection import Inspection
+from embodied.demonstrations.loader import Loader, Request
 from embodied.demonstrations.mixture import Demonstrations, Index
 from embodied.demonstrations.normalised import check_normalised
 from embodied.devices import Affinity, available_threads, device_of, to_host, useful_threads
@@ -50,11 +51,9 @@ OBSERVED = 4096
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Rows of one dataset for a forward and backward pass."""
+class Pass(Request):
+    """M rows of one dataset for a forward and backward pass."""
 
-    rows: Index
-    """[M] rows of the demonstrations."""
     places: Index
     """[M] their places in the minibatch."""
     counts: bool
@@ -88,6 +87,13 @@ class Imitator(TrainedPolicy):
         self.done = 0
         """Steps."""
         self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._loader = Loader(
+            demonstrations,
+            chunk=policy.spec.predicted,
+            cameras=policy.spec.cameras,
+            augmentation=Augmentation(config.sft.augment, config.seed) if config.sft.augment else None,
+            workers=config.sft.loader_workers,
+        )
         self._ahead: Iterator[tuple[Pass, Batch]] | None = None
         """Passes of the steps to come, in their order."""
         group = Ranks("learner", rank, ranks, device_of(policy))
@@ -183,7 +189,7 @@ class Imitator(TrainedPolicy):
         rows = rows[np.linspace(0, len(rows) - 1, min(MEASURED, len(rows))).astype(np.int64)]
         found, noise = {"loss": 0.0, "distance": 0.0, "count": 0.0}, self._noise(len(rows), 0)
         with self._affinity.applied(), torch.no_grad(), self._parallel.gathered():
-            for read, batch in read_ahead(self._read, self._passes(rows)):
+            for read, batch in self._loader.read(self._passes(rows, None)):
                 progress.report()
                 share = self._loss(read, batch, noise)
                 predicted = self.policy.act(self._shown(batch), None).chunk.cpu()
@@ -199,8 +205,9 @@ class Imitator(TrainedPolicy):
         return {"sft/held_out_loss": found["loss"], "sft/held_out_distance": found["distance"] / found["count"]}
 
     def close(self) -> None:
-        """End the threads that read ahead."""
+        """End what reads ahead."""
         self._ahead = None
+        self._loader.close()
 
     def leave(self) -> None:
         self.close()
@@ -236,31 +243,29 @@ class Imitator(TrainedPolicy):
     # --- rows
 
     def _next(self) -> Iterator[tuple[Pass, Batch]]:
-        """This rank's passes of the step that is due, which threads have read meanwhile."""
+        """This rank's passes of the step that is due, which were read meanwhile."""
         if self._ahead is None:
             due = range(self.done, max(self._config.sft.steps, self.done + 1))
-            self._ahead = read_ahead(self._read, (part for step in due for part in self._passes(self._rows(step))))
+            self._ahead = self._loader.read(
+                part for step in due for part in self._passes(self._rows(step), self._epoch_of(step))
+            )
         try:
             for read, batch in self._ahead:
                 yield read, batch
                 if read.last:
                     return
         except BaseException:
-            self.close()
+            self._ahead = None
             raise
 
-    def _read(self, part: Pass) -> tuple[Pass, Batch]:
-        spec = self.policy.spec
-        ((_, batch),) = self.demonstrations.batches(part.rows, spec.predicted, spec.cameras)
-        return part, batch
-
-    def _passes(self, rows: Index) -> list[Pass]:
-        """This rank's passes over its share of a minibatch, in micro-batches, each of one dataset's rows."""
+    def _passes(self, rows: Index, epoch: int | None) -> list[Pass]:
+        """This rank's passes over its share of a minibatch of an epoch, in micro-batches, each of one dataset's
+        rows."""
         shares = [self._pieces(rows, share) for share in np.array_split(np.arange(len(rows)), self.ranks.size)]
         most = max(len(pieces) for pieces in shares)
         passes = self._parallel.padded(shares[self.ranks.rank], most, np.zeros(1, np.int64))
         return [
-            Pass(rows[places], places, counts, number == len(passes) - 1)
+            Pass(rows[places], epoch, places, counts, number == len(passes) - 1)
             for number, (places, counts) in enumerate(passes)
         ]
 
@@ -268,6 +273,10 @@ class Imitator(TrainedPolicy):
         """The places `share` of a minibatch in pieces of at most a micro-batch, and of one dataset each."""
         micro = (share[first : first + self._micro] for first in range(0, len(share), self._micro))
         return [part[places] for part in micro for places in self.demonstrations.by_dataset(rows[part])]
+
+    def _epoch_of(self, step: int) -> int:
+        """The epoch of a step; where each row is drawn by itself, every step is one."""
+        return step // self._per_epoch if self.demonstrations.chances is None else step
 
     def _rows(self, step: int) -> Index:
         """The rows of a step: those of an epoch in an order of its own, whole minibatches of them. Where datasets have

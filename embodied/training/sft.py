@@ -147,6 +147,16 @@ def check_shares(config: Config, rows: int | None = None) -> None:
         )
 
 
+def check_augmentation(config: Config) -> None:
+    """Raise `UserError` for random changes of pictures that the policy does not read."""
+    reads = config.policy.reads
+    if config.sft.augment is not None and "images" not in reads:
+        raise UserError(
+            f"sft.augment is {config.sft.augment}, and the policy reads no pictures (policy.reads {' '.join(reads)}): "
+            "leave sft.augment out, or let it read them (--policy.reads ... images, --env.cameras 1)"
+        )
+
+
 @contextmanager
 def start_imitators(
     config: Config, info: TaskInfo, demonstrations: Demonstrations, session: Session | None

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from embodied.demonstrations import Batch, Dataset, DatasetError
+from embodied.demonstrations.augmentation import Augmentation
 from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.loader import Loader, Request
 from embodied.demonstrations.mixture import Demonstrations, Source
@@ -101,15 +102,18 @@ def demonstrations_of(*folders: Path) -> Demonstrations:
 
 
 def loader_of(demonstrations: Demonstrations, workers: int) -> Loader:
-    return Loader(demonstrations, chunk=3, cameras=CAMERAS, workers=workers)
+    return Loader(
+        demonstrations, chunk=3, cameras=CAMERAS, augmentation=Augmentation("openpi", seed=0), workers=workers
+    )
 
 
 def requests_of(demonstrations: Demonstrations, count: int, size: int) -> Iterator[Request]:
-    """Rows of each dataset in turn."""
+    """Rows of each dataset in turn, first as recorded, then of epochs in which pictures are changed."""
     draw, begins = np.random.default_rng(0), demonstrations.begins
     for number in range(count):
         dataset = number % len(demonstrations.datasets)
-        yield Request(draw.integers(begins[dataset], begins[dataset + 1], size))
+        rows = draw.integers(begins[dataset], begins[dataset + 1], size)
+        yield Request(rows, number // 4 if number >= 4 else None)
 
 
 def content(found: Iterable[tuple[Request, Batch]]) -> list[Any]:
@@ -140,9 +144,9 @@ def test_an_error_in_a_process_is_raised_in_its_place(tmp_path: Path) -> None:
     demonstrations = demonstrations_of(tmp_path / "cut")
     video = sorted((tmp_path / "cut").rglob("*.mp4"))[-1]
     video.unlink()
-    last = Request(np.array([len(demonstrations.datasets[0]) - 1]))
+    last = len(demonstrations.datasets[0]) - 1
     with loader_of(demonstrations, 2) as loader:
-        found = loader.read([Request(np.array([0])), Request(np.array([1])), last])
+        found = loader.read(Request(np.array([row]), None) for row in (0, 1, last))
         assert [request.rows[0] for request, _ in (next(found), next(found))] == [0, 1]
         with pytest.raises(DatasetError, match=f"{video.name} is missing"):
             next(found)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,12 @@ def test_pixels_with_action_chunks(demos: Dataset, tmp_path: Path) -> None:
     policies.load(tmp_path / "run" / "checkpoints" / "000060")
 
 
-def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(STATES, demos, steps=40, measure_every=20)
+@pytest.mark.parametrize("augment", [None, "openpi"])
+def test_stopped_and_resumed_is_not_stopped(
+    demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, augment: str | None
+) -> None:
+    """Also with changed pictures, which a process has read in the parts and threads in the whole."""
+    config = config_of(PIXELS if augment else STATES, demos, steps=40, measure_every=20, augment=augment)
     info = info_of(config)
     whole = imitate(config, info, tmp_path / "whole", None)
     take = Imitator.step
@@ -161,6 +166,9 @@ def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monk
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Imitator, "step", step)
+        config = config.model_copy(
+            update={"sft": config.sft.model_copy(update={"loader_workers": 1 if augment else 0})}
+        )
         imitate(config, info, tmp_path / "parts", None)
     found = checkpoint.latest(tmp_path / "parts" / "checkpoints")
     assert found is not None
@@ -171,6 +179,22 @@ def test_stopped_and_resumed_is_not_stopped(demos: Dataset, tmp_path: Path, monk
         one, other = (load_file(tmp_path / run / "checkpoints" / "000040" / name) for run in ("whole", "parts"))
         assert one.keys() == other.keys()
         assert all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def test_changed_pictures_are_learned_from_and_not_measured(demos: Dataset) -> None:
+    after, measured = {}, set()
+    for augment in (None, "openpi", "oft", "lerobot"):
+        imitator = imitator_of(config_of(PIXELS, demos, augment=augment))
+        measured.add(imitator.measure()["sft/held_out_loss"])
+        imitator.step()
+        after[augment] = torch.cat([p.detach().flatten() for p in imitator.policy.parameters()])
+    assert len(measured) == 1
+    assert all(not torch.equal(after[one], after[other]) for one, other in combinations(after, 2))
+
+
+def test_augmentation_of_a_policy_that_reads_no_pictures_is_refused(demos: Dataset) -> None:
+    with pytest.raises(UserError, match="sft.augment is oft, and the policy reads no pictures .policy.reads state"):
+        sft_run(config_of(STATES, demos, augment="oft"), "test", Path("no-runs"), resume=False)
 
 
 @pytest.mark.slow
