@@ -1,7 +1,7 @@
 """Pictures of demonstrations changed at random, by the recipes of published trainings.
 
 A row's pixels depend on the seed, the epoch, the row and the camera alone: every rank and every loader process makes
-the same, and so does a resumed run.
+the same, and so does a resumed run (docs/decisions/0195).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads demonstrations ahead of the learner: rows become batches, in threads or in processes.
 
 What is read depends on the rows that are asked for alone: neither the number of processes nor their speed changes a
-batch or the order of batches. Each learner rank asks for its own rows.
+batch or the order of batches. Each learner rank asks for its own rows (docs/decisions/0196).
 """
 
 from __future__ import annotations
