@@ -14,6 +14,7 @@ from embodied.config.files import parse_config
 from embodied.demonstrations import Dataset
 from policies import registry
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
+from policies.policy_kind import PolicyKind
 
 GAIN = 15.0
 """Action per metre that is left."""
@@ -44,9 +45,12 @@ class ReachExpert(Policy):
         return {}
 
 
+EXPERT = PolicyKind(ReachExpert)
+
+
 def record_reach(folder: Path, episodes: int, image_size: int = 32, cameras: int = 1) -> Dataset:
     """The expert's episodes."""
-    registry.KINDS[ReachExpert.kind] = f"{__name__}:ReachExpert"
+    registry.KINDS[ReachExpert.kind] = f"{__name__}:EXPERT"
     config = parse_config(
         {
             "env": {"task": "tabletop/reach", "num_envs": 4, "cameras": cameras, "image_size": image_size},
