@@ -33,8 +33,8 @@ from torch import Tensor
 from embodied.devices import find_device
 from embodied_bench.machine import finish
 from embodied_bench.settings import show_and_write
-from policies.language.generation import Sampling, generate
-from policies.language.model import CausalModel, load_model, read_config
+from embodied_language.generation import Sampling, generate
+from embodied_language.model import CausalModel, load_model, read_config
 from policies.random_weights import RANDOM_WEIGHTS
 from policies.torchvision_operators import import_torchvision
 

@@ -17,7 +17,7 @@ from typing import Any
 from policies.contract import PolicyError
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, layouts, read_json, read_tensors, shown
 from policies.openvla.normalisation import STATISTICS, read_datasets
-from policies.registry import KINDS, check, policy_kind
+from policies.registry import check, kinds_that_read, policy_kind
 
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 OPENPI_STATISTICS = "norm_stats.json"
@@ -126,13 +126,10 @@ def _loaded(folder: Path, raw: Mapping[str, Any]) -> tuple[tuple[str, ...], list
     kinds, said = list[str](), list[str]()
     if "kind" in raw:  # this project's own says its kind itself
         return (shown(raw["kind"])[1:-1],), []
-    for kind in KINDS:
-        form = policy_kind(kind).format
-        if not form.reads(raw):
-            continue
+    for kind in kinds_that_read(raw):
         try:
             check(kind, {"checkpoint": str(folder)})
-            said += form.assumed({"checkpoint": str(folder)})
+            said += policy_kind(kind).format.assumed({"checkpoint": str(folder)})
             kinds.append(kind)
         except PolicyError as error:
             said.append(f"policy.kind {kind} refuses it: {error}")

@@ -11,11 +11,9 @@ from policies.named_code import entry_point_names
 
 KINDS = {
     "categorical_mlp": "policies.small.categorical_mlp:CATEGORICAL_MLP",
-    "countdown_solver": "policies.scripted.countdown:COUNTDOWN_SOLVER",
     "flow": "policies.small.flow:FLOW",
     "gaussian_mlp": "policies.small.gaussian_mlp:GAUSSIAN_MLP",
     "pi0": "policies.pi0.kind:PI0",
-    "language": "policies.language.kind:LANGUAGE",
     "openvla": "policies.openvla.kinds:OPENVLA",
     "openvla_oft": "policies.openvla.kinds:OPENVLA_OFT",
     "random": "policies.scripted.random_actions:RANDOM",
@@ -24,17 +22,21 @@ KINDS = {
     "scripted": "policies.scripted.policy:SCRIPTED",
 }
 """Name of a kind to the module:NAME of its `PolicyKind`, which is imported when the kind is used."""
-WITHOUT_WEIGHTS = frozenset({"countdown_solver", "random", "remote", "replay", "scripted"})
+WITHOUT_WEIGHTS = frozenset({"random", "remote", "replay", "scripted"})
 """Kinds that are evaluated and recorded, and have nothing to train (`PolicyKind.trainable`)."""
 ENTRY_POINTS = "embodied_farm.policies"
 """Group in which packages offer policies, name to `module:Class`. A name of `KINDS` cannot be replaced."""
 
 
+def kind_names() -> list[str]:
+    """The names of the kinds: ours, and those that installed packages offer."""
+    return [*KINDS, *(name for name in entry_point_names(ENTRY_POINTS) if name not in KINDS)]
+
+
 def check_kind(kind: str) -> None:
     """Raise `PolicyError` with the nearest kinds if there is none of this name; `package.module:Class` is any name."""
-    if kind in KINDS or ":" in kind or kind in (others := entry_point_names(ENTRY_POINTS)):
+    if kind in KINDS or ":" in kind or kind in (known := kind_names()):
         return
-    known = [*KINDS, *others]
     near = nearest(kind[:100], known)
     raise PolicyError(f"unknown policy {shown(kind)}{near}; your own is named package.module:Class")
 

@@ -21,7 +21,7 @@ import torch
 from policies.contract import Policy, PolicySpec
 from policies.errors import PolicyError, nearest, shown
 from policies.files import CONFIG, read_json
-from policies.kinds import ENTRY_POINTS, KINDS, check_kind
+from policies.kinds import ENTRY_POINTS, KINDS, check_kind, kind_names
 from policies.named_code import entry_point, named
 from policies.policy_kind import PolicyKind
 
@@ -125,7 +125,7 @@ def _check_kind(kind: str, found: PolicyKind, folder: Any) -> None:
     path = Path(folder if isinstance(folder, str) else "") / CONFIG
     if not path.is_file() or found.format.reads(config := read_json(path)):
         return
-    others = [name for name in KINDS if policy_kind(name).format.reads(config)]
+    others = kinds_that_read(config)
     if others:
         raise PolicyError(
             f"{path} is of {' or '.join(others)}, and policy.kind is {kind}: set policy.kind to {others[0]}, or name "
@@ -134,9 +134,18 @@ def _check_kind(kind: str, found: PolicyKind, folder: Any) -> None:
     said = config.get("type", config.get("model_type"))
     if said is not None:
         raise PolicyError(
-            f"{path} is of {shown(said)}, and checkpoints are read of: pi0, pi05, openvla, and language models whose "
-            "architectures end in ForCausalLM"
+            f"{path} is of {shown(said)}, which no kind of policies reads; the kinds are: {', '.join(kind_names())}"
         )
+
+
+def kinds_that_read(config: Mapping[str, Any]) -> list[str]:
+    """The kinds that a checkpoint directory with this config.json is made of; a package's that cannot be imported is
+    left out."""
+    found = list[str]()
+    for name in kind_names():
+        with suppress(PolicyError):
+            found += [name] if policy_kind(name).format.reads(config) else []
+    return found
 
 
 def _with_options(kind: str, architecture: Mapping[str, Any]) -> PolicyKind:

@@ -45,7 +45,6 @@ CATALOGUE = {
     ),
     "maniskill": Entry(tuple(INSTRUCTIONS), packages=("mani-skill", "sapien")),
     "tabletop": Entry(("reach", "reach_red", "reach_blue", "push", "pick_and_place"), packages=("mujoco",), quick=True),
-    "text": Entry(None, packages=("tokenizers",), quick=True),
 }
 """Description by simulator name. A simulator without an entry, as a user's own, is imported instead."""
 
@@ -78,7 +77,7 @@ def is_quick(task: str) -> bool:
     """True if the task's simulator makes an environment in a fraction of a second, in any process."""
     simulator = task.partition("/")[0]
     entry = _served_by(simulator)
-    return entry.quick if entry is not None else backend(simulator).reads_tokens
+    return (entry or backend(simulator)).quick
 
 
 def is_shipped(task: str) -> bool:
@@ -104,6 +103,13 @@ def success_ends(task: str) -> bool:
     if simulator in CATALOGUE and CATALOGUE[simulator].tasks is not None:
         return True
     return backend(simulator).success_ends
+
+
+def distinct_seeds(task: str) -> bool:
+    """True if episodes of different seeds are different (`Backend.distinct_seeds`). Imports no simulator that is
+    ours."""
+    simulator = task.partition("/")[0]
+    return simulator in CATALOGUE or backend(simulator).distinct_seeds
 
 
 def exact_split(task: str) -> bool:
@@ -147,8 +153,7 @@ def suites_of(task: str) -> Mapping[str, PerturbationSuite]:
 
 def versions(simulator: str) -> str:
     """The simulator's packages with their versions, `hf-libero 0.1.4, ...`; empty where it names none."""
-    entry = _served_by(simulator)
-    packages = () if entry is None else entry.packages
+    packages = (_served_by(simulator) or backend(simulator)).packages
     found = {package: next(iter(metadata.Distribution.discover(name=package)), None) for package in packages}
     return ", ".join(f"{name} {dist.version if dist else '(not installed)'}" for name, dist in found.items())
 

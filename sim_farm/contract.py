@@ -328,6 +328,13 @@ class Backend:
     longer solved at its end."""
     ignores_terminations: bool = True
     """Its episodes can go on once they have terminated (`TaskSpec.ignore_terminations`). False: that is refused."""
+    quick: bool = False
+    """True if an environment is made in a fraction of a second, in any process: a run is then checked against its sizes
+    before anything is started."""
+    packages: tuple[str, ...] = ()
+    """Distributions whose versions say which simulator it is, as an evaluation records them."""
+    distinct_seeds: bool = True
+    """Episodes of different seeds are different. False: seeds draw from few problems, and some share one."""
     reads_tokens: bool = False
     """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
     axes: Mapping[str, float] = field(default_factory=dict)

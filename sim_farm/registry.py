@@ -20,7 +20,6 @@ BACKENDS = {
     "libero": "sim_farm.backends.libero",
     "maniskill": "sim_farm.backends.maniskill.simulator",
     "tabletop": "sim_farm.backends.tabletop",
-    "text": "sim_farm.backends.text",
 }
 """Name to module; each module defines `BACKEND`. A module is imported when one of its tasks is asked for."""
 

@@ -21,10 +21,10 @@ from benchmarks.gpu_stages.work import Figures, Work
 from embodied.commands.compare import compare_command
 from embodied.config.files import load_config
 from embodied_bench.machine import measure_machine, peak_memory, repeat
+from embodied_language.model import CausalModel, read_config
+from embodied_language.policy import LanguageOptions, LanguagePolicy
+from embodied_language.prompts import Prompts
 from policies.contract import Inputs, PolicySpec
-from policies.language.model import CausalModel, read_config
-from policies.language.policy import LanguageOptions, LanguagePolicy
-from policies.language.prompts import Prompts
 from policies.random_weights import RANDOM_WEIGHTS
 
 QWEN_1_5B: dict[str, Any] = {

@@ -29,7 +29,7 @@ from embodied.run import checkpoint
 from embodied.run.saved_settings import CONFIG, recorded_settings, run_of_checkpoint
 from embodied.workflows.sizes import tasks_of
 from policies.registry import policy_kind
-from sim_farm.catalogue import CATALOGUE, problem_file
+from sim_farm.catalogue import CATALOGUE, distinct_seeds, problem_file
 from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import start_seed
 
@@ -198,8 +198,8 @@ class Lineage:
         trained = [one.env for config in self.reinforced for one in tasks_of(config) if one.env.task == task]
         learned = bool(trained) or any(recording.task == task for recording in self.recordings)
         alike = ways if ways is not None and ways < len(drawn) and learned else None
-        stated = any(env.tokenizer is not None for env in trained)  # problems in words, of which seeds share some
-        return TrainedStarts("seeds", len(drawn & seeds), len(drawn), known and alike is None and not stated, alike)
+        distinct = not trained or distinct_seeds(task)
+        return TrainedStarts("seeds", len(drawn & seeds), len(drawn), known and alike is None and distinct, alike)
 
     def _told(self) -> tuple[set[str], bool]:
         """The problems of all files that episodes of the trainings were drawn from, and whether all these files can be

@@ -143,7 +143,7 @@ NOT_RUN = {
     ("docs/offline.md", "cd wheelhouse"): "needs that folder; tests/test_wheelhouse.py",
     ("docs/offline.md", "export"): "names folders of the reader's",
     ("docs/openvla.md", "embodied"): LARGE,
-    ("docs/reasoning.md", "python -m policies.language"): f"{SERVES}; learning/test_engine_runs.py",
+    ("docs/reasoning.md", "python -m embodied_language"): f"{SERVES}; learning/test_engine_runs.py",
     ("docs/reasoning.md", "embodied train countdown_grpo --policy.options"): "needs that server",
     ("docs/reasoning.md", "python -m sglang"): "needs a GPU",
     ("docs/reasoning.md", "VLLM"): "needs a GPU",

@@ -19,8 +19,8 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import Trajectories
-from policies.language import packing
-from policies.language import policy as language_policy
+from embodied_language import packing
+from embodied_language import policy as language_policy
 from tests.embodied.support import answers
 from tests.embodied.support.answers import (
     Decision,

@@ -16,8 +16,8 @@ from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.trajectories.batch import join_columns
+from embodied_language.text.tokenizer import answer_tokenizer
 from policies import PolicyError
-from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.contract import FarmError
 from sim_farm.episodes import MAX_GROUPS
 from tests.embodied.run.test_resume import assert_same_run
@@ -133,31 +133,6 @@ def test_the_end_of_an_answer_costs_what_its_length_says(model: Path, tmp_path: 
     estimate = group_relative(batch, parse_config(masked, "test"))
     assert batch.truncated.any() and not estimate.keep[:, batch.truncated.any(0)].any()
     assert estimate.keep.any()
-
-
-# --- nobody knows of text
-
-
-KNOWING = {"policies/kinds.py", "sim_farm/registry.py"}
-"""Modules that name the language policies or the text tasks, beside these themselves: registries."""
-SCRIPTED = {"policies/scripted/countdown.py"}
-"""The solver that demonstrates Countdown."""
-NAMES = re.compile(r"policies[./]language|backends[./]text|countdown")
-KIND = re.compile(r"""["']language["']""")
-
-
-def test_no_other_module_knows_of_text() -> None:
-    """Neither executor nor learner, planner, evaluator or report: not by an import, and not by a name."""
-    root = Path(__file__).parents[3]
-    found = set()
-    for package in ("embodied", "policies", "schedulers", "sim_farm"):
-        for path in (root / package).rglob("*.py"):
-            name, code = path.relative_to(root).as_posix(), path.read_text()
-            if name.startswith(("policies/language/", "sim_farm/backends/text/")):
-                continue
-            if NAMES.search(code) or (package in ("embodied", "schedulers") and KIND.search(code)):
-                found.add(name)
-    assert found == KNOWING | SCRIPTED
 
 
 # --- bad input: one message each

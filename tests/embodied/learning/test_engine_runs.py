@@ -21,10 +21,10 @@ from embodied.execution.session import Session
 from embodied.learning.update import EngineMismatch
 from embodied.reporting import metrics
 from embodied.workflows.checks import check_algorithm
+from embodied_language.engine_server import GenerationServer
 from policies.contract import PolicyError
-from policies.language.engine_server import GenerationServer
 from tests.embodied.support.runs import assigned, inline
-from tests.policies.language.served_engine import served
+from tests.extensions.language.served_engine import served
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
 
@@ -116,7 +116,7 @@ def test_settings_of_an_engine_without_one_are_refused() -> None:
 
 def started(port: int = 0) -> tuple[subprocess.Popen[str], int]:
     """An engine, which answers, and its port."""
-    command = [sys.executable, "-m", "policies.language.engine_server", str(MODEL), "--port", str(port)]
+    command = [sys.executable, "-m", "embodied_language.engine_server", str(MODEL), "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     return server, int(re.findall(r":(\d+);", server.stdout.readline())[0])

@@ -13,7 +13,7 @@ from embodied.training.dry_run import dry_run
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
 PROBLEMS = """
-from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
+from embodied_language.text.problem_files import ProblemFile, problem_backend
 
 BACKEND = problem_backend(math=ProblemFile({path!r}, answer="solution", answer_tokens=27648))
 """

@@ -17,8 +17,8 @@ from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import problem_notes, protocol_of
 from embodied.evaluation.provenance import lineage, trained_sentence
 from embodied.training.preflight import check_evaluation, check_training
+from embodied_language.text.problem_files import ProblemFile, problem_backend
 from policies import PolicyError
-from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
 from sim_farm.contract import EpisodeSpec
 from tests.embodied.support import evaluations, text_runs
 from tests.embodied.support.text_runs import settings

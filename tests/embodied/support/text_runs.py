@@ -13,8 +13,8 @@ from embodied.algorithms.samples import Estimate
 from embodied.config.schema import Config
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO
-from sim_farm.backends.text.physics import text_backend
-from sim_farm.backends.text.problems import Problem, TextTask
+from embodied_language.text.physics import text_backend
+from embodied_language.text.problems import Problem, TextTask
 from tests.embodied.support import answers
 from tests.embodied.support.copied_out import copied_out
 

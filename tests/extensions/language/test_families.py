@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import policies
+from embodied_language.comparison import check_alike
+from embodied_language.generation_settings import GenerationSettings
+from embodied_language.model import CausalModel, load_model
+from embodied_language.prompts import Prompts, around
 from policies import Inputs, PolicyError
 from policies.contract import actor_parameters
-from policies.language.comparison import check_alike
-from policies.language.generation_settings import GenerationSettings
-from policies.language.model import CausalModel, load_model
-from policies.language.prompts import Prompts, around
-from tests.policies.language.tiny import KNOWN, MODEL, edited, own_log_probs, policy_of, transformers, written
+from tests.extensions.language.tiny import KNOWN, MODEL, edited, own_log_probs, policy_of, transformers, written
 
 ASKED = ("Make 29 from 13, 14, 2.", "Make 7 from 1, 2.", "Make 100 from 20, 20, 3, 4.")
 WINDOW = {"sliding_window": 4}

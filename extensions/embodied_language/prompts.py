@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from embodied_language.generation_settings import GenerationSettings
 from policies.contract import PolicyError
 from policies.errors import shown
 from policies.files import CONFIG, SHOWN_ERROR, read_json
-from policies.language.generation_settings import GenerationSettings
 from policies.torchvision_operators import import_torchvision
 
 _log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from sim_farm.backends.text.problems import TextTask
-from sim_farm.backends.text.tokenizer import answer_tokenizer
-from sim_farm.backends.text.verifying import score
+from embodied_language.text.problems import TextTask
+from embodied_language.text.tokenizer import answer_tokenizer
+from embodied_language.text.verifying import score
 from sim_farm.contract import Backend, EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
 
 TOKENS = "tokens"
@@ -29,6 +29,9 @@ def text_backend(name: str, tasks: Callable[[], Mapping[str, TextTask]]) -> Back
         tasks=lambda: list(tasks()),
         rewards=("sparse",),
         files=lambda task: tasks()[task.partition("/")[2]].files,
+        quick=True,
+        packages=("tokenizers",),
+        distinct_seeds=False,
         reads_tokens=True,
     )
 

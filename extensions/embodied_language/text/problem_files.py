@@ -1,7 +1,7 @@
 """Problems from files: JSONL or parquet, a row a problem, with a named verifier.
 
 # my_problems.py; then env.task my_problems:BACKEND/gsm8k
-from sim_farm.backends.text.problem_files import ProblemFile, problem_backend
+from embodied_language.text.problem_files import ProblemFile, problem_backend
 
 BACKEND = problem_backend(gsm8k=ProblemFile("gsm8k.jsonl", prompt="question", answer="answer", verifier="math"))
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from sim_farm.backends.text.math_answers import check_package, math_equal
-from sim_farm.backends.text.physics import text_backend
-from sim_farm.backends.text.problem_values import (
+from embodied_language.text.math_answers import check_package, math_equal
+from embodied_language.text.physics import text_backend
+from embodied_language.text.problem_values import (
     Value,
     Wrong,
     answer_text,
@@ -30,8 +30,8 @@ from sim_farm.backends.text.problem_values import (
     column,
     prompt_text,
 )
-from sim_farm.backends.text.problems import Problem, TextTask
-from sim_farm.backends.text.verifying import NoScore, VerifierFailed, VerifierProcess
+from embodied_language.text.problems import Problem, TextTask
+from embodied_language.text.verifying import NoScore, VerifierFailed, VerifierProcess
 from sim_farm.contract import Backend, FarmError, TaskFiles
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """A small generation server that speaks the routes of SGLang and of vLLM which a run needs, for models of a CPU's size.
 
-    python -m policies.language.engine_server MODEL --port 30000
+    python -m embodied_language.engine_server MODEL --port 30000
 
 It is there for trials on one machine and for tests of what asks it; nothing but `InProcessEngine` computes. A batch is
 written after the other, and an update waits for the one under way. It listens on the loopback interface, and has no
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from embodied_language.engines import Completion, Drawing, InProcessEngine
 from policies.errors import PolicyError, shown
-from policies.language.engines import Completion, Drawing, InProcessEngine
 
 LARGEST = 2**26
 """Bytes of a request."""
@@ -210,7 +210,7 @@ def listening(host: str, port: int, generation: GenerationServer) -> ThreadingHT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until Ctrl-C. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m policies.language.engine_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m embodied_language.engine_server", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", type=Path, help="directory of a causal language model, as transformers saves it")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from embodied_language.engine_clients import PROBE, EngineServers, servers_of
+from embodied_language.engines import Drawing
+from embodied_language.generation import Sampling, generate, up_to_end
+from embodied_language.generation_settings import GenerationSettings
+from embodied_language.model import CausalModel, load_model, save_model
+from embodied_language.packing import packed
+from embodied_language.prompts import Prompts, around
 from policies import lora
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
 from policies.errors import shown
 from policies.files import ADAPTER_CONFIG, CONFIG
 from policies.kinds import check_folders
-from policies.language.engine_clients import PROBE, EngineServers, servers_of
-from policies.language.engines import Drawing
-from policies.language.generation import Sampling, generate, up_to_end
-from policies.language.generation_settings import GenerationSettings
-from policies.language.model import CausalModel, load_model, save_model
-from policies.language.packing import packed
-from policies.language.prompts import Prompts, around
 from policies.layers import checked_noise, only_counted
 
 _log = logging.getLogger(__name__)

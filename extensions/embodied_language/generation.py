@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from policies.language.model import CausalModel
+    from embodied_language.model import CausalModel
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
+from embodied_language.generation import Sampling, generate, up_to_end
+from embodied_language.model import load_model
+from embodied_language.prompts import Prompts
 from policies.contract import PolicyError
-from policies.language.generation import Sampling, generate, up_to_end
-from policies.language.model import load_model
-from policies.language.prompts import Prompts
 
 FIRST = "default"
 """Version of the weights that an engine starts with; SGLang and vLLM have the same word."""
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
 
 class InProcessEngine:
-    """The engine of this process: the generation of `policies.language.generation`, one batch after the other."""
+    """The engine of this process: the generation of `embodied_language.generation`, one batch after the other."""
 
     def __init__(self, folder: Path, *, rows: int = 64, seed: int = 0) -> None:
         """`rows`: answers that are written side by side; `seed`: of what is drawn. Raises `PolicyError` for a folder

@@ -1,7 +1,7 @@
 """A causal language model of transformers: read from its directory, asked for hidden states, written again.
 
 Layers, head and buffers are computed by the family's own classes; rows, masks and the cache of keys and values are this
-project's. `policies.language.comparison` compares both once for each model that is loaded. B rows, T tokens, K keys, D
+project's. `embodied_language.comparison` compares both once for each model that is loaded. B rows, T tokens, K keys, D
 the width, V the vocabulary.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embodied_language.comparison import ADVICE, check_alike
 from policies.contract import PolicyError
 from policies.files import (
     CONFIG,
@@ -28,7 +29,6 @@ from policies.files import (
     write_json,
     write_tensors,
 )
-from policies.language.comparison import ADVICE, check_alike
 from policies.lora import AdaptedModel
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
 from policies.torchvision_operators import import_torchvision

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from embodied_language.lengths import check_prompts
+from embodied_language.model import save_model
+from embodied_language.policy import LanguageOptions, LanguagePolicy, check_files
 from policies import lora
 from policies.files import ADAPTER_CONFIG, Shards
-from policies.language.lengths import check_prompts
-from policies.language.model import save_model
-from policies.language.policy import LanguageOptions, LanguagePolicy, check_files
 from policies.policy_kind import PolicyFormat, PolicyKind
 
 

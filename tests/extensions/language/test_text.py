@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 import policies
+from embodied_language.countdown_solver import solutions, working
+from embodied_language.text.countdown import COUNTDOWN, verify
+from embodied_language.text.problem_files import ProblemFile, _task, problem_backend
+from embodied_language.text.problems import Problem
+from embodied_language.text.tokenizer import answer_tokenizer
 from policies import Inputs, PolicyError, PolicySpec
-from policies.scripted.countdown import solutions, working
-from sim_farm.backends.text.countdown import COUNTDOWN, verify
-from sim_farm.backends.text.problem_files import ProblemFile, _task, problem_backend
-from sim_farm.backends.text.problems import Problem
-from sim_farm.backends.text.tokenizer import answer_tokenizer
 from sim_farm.conformance.physics_laws import PHYSICS_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics
 from sim_farm.workers.physics_worker import replayed
 
-TOKENIZER = str(Path(__file__).parents[2] / "assets" / "countdown_lm")
+TOKENIZER = str(Path(__file__).parents[3] / "assets" / "countdown_lm")
 SPEC = TaskSpec("text/countdown_3", tokenizer=TOKENIZER)
 TWO_TRIES = TaskSpec("text/countdown_3_two_tries", tokenizer=TOKENIZER)
 END = answer_tokenizer(TOKENIZER).end
@@ -330,7 +330,7 @@ def test_white_space_inside_the_tags_is_blanks():
 
 
 def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("sim_farm.backends.text.verifying.VerifierProcess.__init__.__defaults__", (1.0,))
+    monkeypatch.setattr("embodied_language.text.verifying.VerifierProcess.__init__.__defaults__", (1.0,))
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "one?", "answer": "1"}\n')
     backend = problem_backend(one=ProblemFile(str(path), verifier=f"{__name__}:hangs"))

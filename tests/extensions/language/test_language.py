@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import policies
+from embodied_language.generation import Sampling, choose, generate
 from policies import Inputs, PolicyError, PolicySpec
 from policies.contract import actor_parameters
-from policies.language.generation import Sampling, choose, generate
 from policies.torchvision_operators import import_torchvision
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"

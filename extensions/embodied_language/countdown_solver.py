@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embodied_language.prompts import Prompts
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
-from policies.language.prompts import Prompts
 from policies.policy_kind import PolicyKind
 
 PROBLEM = re.compile(r"Make (?P<target>[0-9]+) from (?P<numbers>[0-9, ]+)\.", re.ASCII)

@@ -6,8 +6,8 @@ wrong answer is replied to and tried again), and, where the package is installed
 `reasoning_gym/<name>`. Problems from files are a backend of one's own (`problem_files`).
 """
 
-from sim_farm.backends.text import reasoning_gym
-from sim_farm.backends.text.countdown import COUNTDOWN
-from sim_farm.backends.text.physics import text_backend
+from embodied_language.text import reasoning_gym
+from embodied_language.text.countdown import COUNTDOWN
+from embodied_language.text.physics import text_backend
 
 BACKEND = text_backend("text", lambda: {**COUNTDOWN, **reasoning_gym.tasks()})

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from embodied_language.generation import RowCache, read_prompts, read_token
+from embodied_language.packing import packed
 from policies.errors import PolicyError
 from policies.files import CONFIG, SHOWN_ERROR
-from policies.language.generation import RowCache, read_prompts, read_token
-from policies.language.packing import packed
 
 if TYPE_CHECKING:
-    from policies.language.model import CausalModel
+    from embodied_language.model import CausalModel
 
 LENGTHS = (8, 5)
 """Tokens of the two rows, of which the second is the begin of the first."""

@@ -23,14 +23,14 @@ import pytest
 import torch
 
 import policies
+from embodied_language.engine_clients import DIALECTS, PROBE, EngineServers, Gone, servers_of
+from embodied_language.engine_server import GenerationServer
+from embodied_language.engines import Completion, Drawing, InProcessEngine
+from embodied_language.model import load_model, save_model
+from embodied_language.prompts import Prompts
 from policies import Inputs, PolicyError, PolicySpec
 from policies.contract import PublishedWeights
-from policies.language.engine_clients import DIALECTS, PROBE, EngineServers, Gone, servers_of
-from policies.language.engine_server import GenerationServer
-from policies.language.engines import Completion, Drawing, InProcessEngine
-from policies.language.model import load_model, save_model
-from policies.language.prompts import Prompts
-from tests.policies.language.served_engine import served
+from tests.extensions.language.served_engine import served
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
 PROMPTS = [[9, 30, 4], [8] * 20, [40], [12, 13, 14, 15, 16], [100, 3], [7, 7, 7]]
@@ -289,7 +289,7 @@ def test_what_an_engine_drew_is_scored_as_it_says(dialect: str, folders: list[Pa
 @contextmanager
 def process(folder: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server in a process of its own, and its port."""
-    command = [sys.executable, "-m", "policies.language.engine_server", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "embodied_language.engine_server", str(folder), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

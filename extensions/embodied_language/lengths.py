@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embodied_language.model import read_config
+from embodied_language.prompts import Prompts
 from policies.contract import PolicyError
-from policies.language.model import read_config
-from policies.language.prompts import Prompts
 from policies.torchvision_operators import import_torchvision
 
 SHOWN = 10

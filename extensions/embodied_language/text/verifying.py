@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sim_farm.backends.text.problems import Problem
+from embodied_language.text.problems import Problem
 from sim_farm.contract import FarmError
 from sim_farm.named_code import named
 
@@ -32,7 +32,7 @@ import sys
 from multiprocessing.connection import Connection
 pipe = Connection(int(sys.argv[1]))
 sys.path[:] = pipe.recv()
-from sim_farm.backends.text.verifying import serve
+from embodied_language.text.verifying import serve
 serve(sys.argv[2], pipe)
 """
 """What the process runs. multiprocessing would import the caller's script again, and with it what the script does."""

@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from sim_farm.backends.text.problems import Problem, TextTask
+from embodied_language.text.problems import Problem, TextTask
 
 LARGEST = 20
 """Numbers are drawn from 1 to this."""

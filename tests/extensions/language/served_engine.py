@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from policies.language.engine_server import GenerationServer, listening
-from policies.language.engines import InProcessEngine
+from embodied_language.engine_server import GenerationServer, listening
+from embodied_language.engines import InProcessEngine
 
 Kind = Callable[[InProcessEngine, str], GenerationServer]
 

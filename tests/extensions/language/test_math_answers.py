@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from sim_farm.backends.text.math_answers import _final, math_equal
-from sim_farm.backends.text.problem_files import ProblemFile, _task
+from embodied_language.text.math_answers import _final, math_equal
+from embodied_language.text.problem_files import ProblemFile, _task
 from sim_farm.contract import FarmError
 
 INSTALLED = importlib.util.find_spec("math_verify") is not None

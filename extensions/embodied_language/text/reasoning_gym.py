@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
-from sim_farm.backends.text.problems import Problem, TextTask
+from embodied_language.text.problems import Problem, TextTask
 
 PROMPT_BYTES, ANSWER_TOKENS = 8192, 1024
 UNREPEATABLE = frozenset({"isomorphic_strings", "list_functions", "polynomial_multiplication", "ransom_note"})

@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 
 import httpx
 
+from embodied_language.engines import Completion, Drawing
 from policies.errors import PolicyError, shown
-from policies.language.engines import Completion, Drawing
 
 PROBE = "Make 24 from 3, 8, 20. 한국어, Ελλάδα; <think> x**2 </think>"
 """A text whose tokens tell one vocabulary from another."""

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sim_farm.backends.text.tokenizer import AnswerTokenizer, answer_tokenizer
+from embodied_language.text.tokenizer import AnswerTokenizer, answer_tokenizer
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics
 
-MODEL = Path(__file__).parents[2] / "assets" / "countdown_lm"
+MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
 OTHER = 5
 
 

@@ -1,1 +1,0 @@
-"""Language models as policies: an action is a token, a decision is an answer."""
