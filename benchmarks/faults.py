@@ -32,6 +32,7 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training.loop import train
+from embodied.workflows.run_spec import RunSpec
 from embodied_bench.settings import show_and_write
 from sim_farm.workers import faults
 from sim_farm.workers.faults import Fault
@@ -254,7 +255,7 @@ def _config(workload: str, deadline_s: float) -> Config:
 
 def _train(config: Config, folder: Path, session: Session) -> None:
     prepare_run(config, folder, False)
-    train(config, folder, session, None)
+    train(RunSpec.of(config), folder, session, None)
 
 
 def write_faults(file: Path, found: list[Fault]) -> None:

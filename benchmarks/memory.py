@@ -28,6 +28,7 @@ from embodied.run.folder import prepare_run
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.statistics import mean_interval
 from embodied.training.loop import train
+from embodied.workflows.run_spec import RunSpec
 from embodied_bench.settings import show_and_write
 
 BLOCKS = 12
@@ -139,7 +140,7 @@ def main(settings: Memory) -> None:
         run = Path(folder) / "run"
         prepare_run(config, run, False)
         with Sampler(session.runtime) as sampler:
-            result = train(config, run, session, None)
+            result = train(RunSpec.of(config), run, session, None)
             end_s = time.monotonic()
     episodes = -(-settings.episodes // settings.num_envs) * settings.num_envs
     begin_s = end_s - result["wall_s"]

@@ -24,6 +24,7 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
 from embodied.planning.profiler import Measured, decided_s, looped_s, measure, waited_s
+from embodied.workflows.run_spec import RunSpec
 from embodied_bench.settings import show_and_write
 from schedulers.cost.laws import loop_seconds
 
@@ -77,7 +78,7 @@ class _Bench:
 
     def run(self, config: Config, groups: int) -> Measured:
         with self._workers(config, groups) as workers:
-            return measure(config, workers)
+            return measure(workers)
 
     def imbalance(self, config: Config) -> float:
         """How far from 1 the ratio of inference to simulation is."""
@@ -91,7 +92,7 @@ class _Bench:
         affinity = Affinity((second,), 1)
         farm = FarmAssignment(groups, (first,), (HERE,))
         place = Assignment("hybrid", (farm,), {"policy": (affinity,), "learner": (affinity,)}, hosts=(0,))
-        with start_run(config, self.folder, self.session, place) as workers:
+        with start_run(RunSpec.of(config), self.folder, self.session, place) as workers:
             yield workers
 
 

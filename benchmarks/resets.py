@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from embodied.config.files import load_config  # noqa: E402
 from embodied.evaluation.folder import read_folder  # noqa: E402
-from embodied.workflows.context import task_spec  # noqa: E402
+from embodied.workflows.run_spec import task_spec  # noqa: E402
 from embodied_bench.settings import show_and_write  # noqa: E402
 from sim_farm.catalogue import task_names  # noqa: E402
 from sim_farm.contract import EpisodeSpec, Float32, Physics, PhysicsResult, Renderer, TaskSpec  # noqa: E402

@@ -21,6 +21,7 @@ from embodied.config.schema import Config
 from embodied.execution.assignment import configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.session import open_session
+from embodied.workflows.run_spec import RunSpec
 from embodied_bench.settings import show_and_write
 
 PUSH = {
@@ -76,8 +77,8 @@ def main(settings: Settings) -> None:
         running: dict[str, OnPolicy] = {}
         for name, config in configs.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            place = configured(config, session.cores)
-            running[name] = stack.enter_context(start_run(config, folder, session, place))
+            place = configured(RunSpec.of(config), session.cores)
+            running[name] = stack.enter_context(start_run(RunSpec.of(config), folder, session, place))
             running[name].begin(None, 0)
             running[name].iterate(0)
         for number in range(1, settings.rounds + 1):

@@ -23,6 +23,7 @@ from embodied.execution.assignment import configured
 from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
+from embodied.workflows.run_spec import RunSpec
 from embodied_bench.settings import show_and_write
 
 WANTED = 1.3
@@ -62,7 +63,7 @@ def main(settings: Weights) -> None:
 
 def _publish(config: Config, session: Session, folder: Path, versions: int) -> tuple[float, str, int]:
     """Median seconds of handing a version over, the way that it took, and its bytes."""
-    with start_run(config, folder, session, configured(config, session.cores)) as workers:
+    with start_run(RunSpec.of(config), folder, session, configured(RunSpec.of(config), session.cores)) as workers:
         workers.begin(None, 0)
         seconds = []
         for version in range(1, versions + 1):

@@ -29,6 +29,7 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import RolloutRole
 from embodied.execution.session import Session, open_session
 from embodied.run import checkpoint
+from embodied.workflows.run_spec import RunSpec
 
 ITERATIONS = 2
 ROLLOUT_TOLERANCE = 1e-3
@@ -144,7 +145,7 @@ def _run(work: Work, name: str, way: Way, device: str, session: Session | None =
         with open_session(config) as new:
             return _run(work, name, way, device, new)
     folder = Path(tempfile.mkdtemp(dir=work.scratch))
-    with start_run(config, folder, session, on_one_core(way.one_process, way.unload)) as workers:
+    with start_run(RunSpec.of(config), folder, session, on_one_core(way.one_process, way.unload)) as workers:
         workers.begin(None, 0)
         workers.rollout(0)  # nobody learns from it: trajectories are handed out once
         rollout = _trajectories(workers) if way.runtime == "inline" else {}

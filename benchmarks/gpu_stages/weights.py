@@ -20,6 +20,7 @@ from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import open_session
 from embodied.learning.weight_sync import Transport
+from embodied.workflows.run_spec import RunSpec
 
 ITERATIONS = 3
 PUBLISH = "publish weights"
@@ -35,7 +36,10 @@ def weights(work: Work) -> Figures:
     runtime: Runtime = "inline" if shares else "ray"
     rank = 32 if work.variant == "adapter" or shares else 0
     config = vla_config(work, folder, runtime, rank, optim={"minibatch": 4, "micro_batch": 2})
-    with open_session(config) as session, start_run(config, work.scratch, session, on_one_core(shares)) as workers:
+    with (
+        open_session(config) as session,
+        start_run(RunSpec.of(config), work.scratch, session, on_one_core(shares)) as workers,
+    ):
         if work.variant == "by_host":
             workers.weight_sync = replace(workers.weight_sync, transports=(Transport.SHARED_MEMORY,))
         workers.begin(None, 0)

@@ -25,7 +25,7 @@ from embodied.execution.session import Session, open_session
 from embodied.files import write_json, write_whole
 from embodied.other_programs import OtherPrograms, in_words
 from embodied.planning.clusters import planned_for, run_cluster
-from embodied.planning.profiler import profile_config, run_iterations
+from embodied.planning.profiler import profile_run, run_iterations
 from embodied.planning.run_plans import PROFILE, checked_profile, make_folder, sized_workflow
 from embodied.reporting import report
 from embodied.reporting.phase_times import PHASES, phase_times, rows_of, why_not_fastest
@@ -35,7 +35,7 @@ from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.statistics import typical
 from embodied.training.preflight import check_begun, check_run
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import RunSpec
 from schedulers import DeviceRange, Plan, Simulation
 
 COMPARED = Path("compare")
@@ -85,14 +85,15 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"trace": True})})
     check_begun(config)
     check_run(config)
-    workflow, measured = sized_workflow(config), None
+    run = RunSpec.of(config)
+    workflow, measured = sized_workflow(run), None
     if profile is not None:  # refused before anything is started
-        measured = checked_profile(profile, config, workflow)
+        measured = checked_profile(profile, run, workflow)
     make_folder(out)
     with open_session(config) as session:
         if measured is None:
             show("measuring the workflow's components ...")
-            measured = profile_config(config, session, out)
+            measured = profile_run(run, session, out)
             write_whole(out / PROFILE, schedulers.text_of(measured))
         cluster = run_cluster(session)
         workflow = planned_for(workflow, measured, cluster)
@@ -100,14 +101,14 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
         plans = schedulers.alternatives(workflow, measured, cluster, ahead=ahead)
         best_plan = schedulers.plan(workflow, measured, cluster, ahead=ahead)  # what `auto` would run
         plans[best_plan.mode] = best_plan
-        ran = _run_all(config, session, out, list(plans.values()), repeats)
+        ran = _run_all(run, session, out, list(plans.values()), repeats)
     chosen = next(r for r in ran if r.plan is best_plan)
     simulated: dict[str, Simulation] = {r.plan.mode: schedulers.simulate(r.plan, workflow, measured) for r in ran}
     rows = [_row(name, r, r is chosen, simulated[r.plan.mode]) for r in ran]
     best = min(row["measured_s"] for row in rows)
     result = {
         "workload": name,
-        "task": ", ".join(task.env.task for task in tasks_of(config)),
+        "task": ", ".join(task.env.task for task in run.tasks),
         "modes": rows,
         "chosen": chosen.plan.mode,
         "regret": next(row["measured_s"] for row in rows if row["chosen"]) / best - 1,
@@ -131,13 +132,13 @@ def predicted_s(plan: Plan) -> float:
     return plan.prediction.iteration_s
 
 
-def _run_all(config: Config, session: Session, out: Path, plans: Sequence[Plan], repeats: int) -> list[Ran]:
+def _run_all(run: RunSpec, session: Session, out: Path, plans: Sequence[Plan], repeats: int) -> list[Ran]:
     """All plans in turn, and again: what the machine does meanwhile falls on all of them."""
     found: dict[str, tuple[Iteration, ...]] = {plan.mode: () for plan in plans}
     shares: dict[str, tuple[float, ...]] = {plan.mode: () for plan in plans}
     for _ in range(repeats):
         for plan in plans:
-            with start_run(config, out, session, assign(plan, config, session.cores, session.nodes)) as workers:
+            with start_run(run, out, session, assign(plan, run, session.cores, session.nodes)) as workers:
                 others = OtherPrograms(session.cores)
                 found[plan.mode] += tuple(run_iterations(workers)[1:])
                 share = others.share()

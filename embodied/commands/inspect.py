@@ -22,7 +22,7 @@ from embodied.hub import dataset_folder
 from embodied.run.checkpoint import latest
 from embodied.run.continued import parts
 from embodied.training.sft import DATA, read_demonstrations
-from embodied.workflows.context import task_spec
+from embodied.workflows.run_spec import task_spec
 from policies.checkpoint_inspection import Checkpoint, Range, inspect_checkpoint, looks_like_checkpoint
 from sim_farm.contract import FarmError
 

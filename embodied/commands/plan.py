@@ -32,6 +32,7 @@ from embodied.reporting.plan_picture import draw_plan
 from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.training.preflight import check_begun
+from embodied.workflows.run_spec import RunSpec
 from schedulers import Cluster, Plan, Profile, Workflow
 from schedulers.cards import CARDS
 
@@ -47,10 +48,11 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     them out at the same time.
     """
     check_begun(config)
-    target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(config)
+    run = RunSpec.of(config)
+    target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(run)
     # Another cluster has other hardware than this machine: its profile is the user's choice.
     elsewhere = target.nodes[0].name != HOME
-    measured = checked_profile(profile, config, workflow, any_hardware=elsewhere)
+    measured = checked_profile(profile, run, workflow, any_hardware=elsewhere)
     on_cores, measured = measured, with_estimates(measured, config, workflow, target)
     estimated = measured is not on_cores
     on_cores_s = _on_cores_s(on_cores, workflow, target, config) if estimated else None

@@ -13,12 +13,12 @@ from embodied.commands.arguments import ProfileArguments as Arguments
 from embodied.config.schema import Config
 from embodied.execution.session import open_session
 from embodied.files import write_whole
-from embodied.planning.profiler import profile_config
+from embodied.planning.profiler import profile_run
 from embodied.planning.run_plans import make_folder
 from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.training.preflight import check_begun, check_run
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import RunSpec
 from schedulers import ComponentProfile, Profile
 
 
@@ -30,11 +30,12 @@ def profile_command(config: Config, out: Path) -> dict[str, Any]:
     """Measure the components of a run, those of all of its tasks, and write the profile."""
     check_begun(config)
     check_run(config)
+    run = RunSpec.of(config)
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
-        profile = profile_config(config, session, out.resolve().parent)
+        profile = profile_run(run, session, out.resolve().parent)
     write_whole(out, schedulers.text_of(profile))
-    show(_profile_table(profile, ", ".join(task.env.task for task in tasks_of(config))))
+    show(_profile_table(profile, ", ".join(task.env.task for task in run.tasks)))
     show("\n".join(_memory_lines(profile)))
     show(f"profile: [bold]{out}[/]")
     return {"profile": str(out), **schedulers.to_data(profile)}

@@ -23,7 +23,8 @@ from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run
 from embodied.runtime.handles import Handle
 from embodied.training.preflight import check_subject, say_conventions
-from embodied.workflows.context import policy_spec, task_spec
+from embodied.workflows.context import policy_spec
+from embodied.workflows.run_spec import task_spec
 from sim_farm.catalogue import exact_replay
 from sim_farm.client.episode_replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec

@@ -23,8 +23,9 @@ from embodied.run import checkpoint
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run
 from embodied.training.preflight import check_policy
-from embodied.workflows.context import policy_spec, task_spec
+from embodied.workflows.context import policy_spec
 from embodied.workflows.conventions import check_checkpoint
+from embodied.workflows.run_spec import task_spec
 from sim_farm.workers.hosts import InProcess
 
 

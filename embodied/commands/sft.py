@@ -26,7 +26,7 @@ from embodied.training.preflight import (
     say_conventions,
 )
 from embodied.training.sft import STAGE, check_augmentation, check_shares, imitate
-from embodied.workflows.context import task_spec
+from embodied.workflows.run_spec import task_spec
 from sim_farm.workers.hosts import InProcess
 
 

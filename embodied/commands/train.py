@@ -107,6 +107,7 @@ def train_run(
     from embodied.run.folder import begun_from, open_run_folder
     from embodied.training import loop
     from embodied.training.preflight import check_begun, check_training
+    from embodied.workflows.run_spec import RunSpec
 
     config = begun_from(config, runs_dir, resume)
     check_begun(config, runs_dir / config.name if resume and config.name else None)
@@ -116,7 +117,7 @@ def train_run(
         tracked(config, run_dir) as tracking,
         open_session(config) as session,
     ):
-        result = loop.train(config, run_dir, session, found, callbacks, tracking=tracking)
+        result = loop.train(RunSpec.of(config), run_dir, session, found, callbacks, tracking=tracking)
         return finish_run(config, run_dir, session, result, found is not None, tracking=tracking)
 
 

@@ -38,7 +38,7 @@ from embodied.evaluation.provenance import (
     together,
     trained_sentence,
 )
-from embodied.execution.assignment import configured, farm_spec
+from embodied.execution.assignment import configured_farm, farm_spec
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import new_folder, read_json, write_whole
@@ -51,8 +51,9 @@ from embodied.rollout.evaluator import EpisodeOutcome, Evaluator, as_they_end, d
 from embodied.run import checkpoint
 from embodied.runtime.handles import Handle
 from embodied.trajectories.batch import FAULTY
-from embodied.workflows.context import policy_spec, task_spec
+from embodied.workflows.context import policy_spec
 from embodied.workflows.conventions import notes_on, overruled
+from embodied.workflows.run_spec import task_spec
 from policies.errors import PolicyError
 from policies.registry import policy_kind
 from sim_farm.catalogue import exact_replay, has_cameras, task_files, versions
@@ -215,12 +216,11 @@ def trials_farm(
 ) -> FarmSpec:
     """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
     num_envs = config.eval.num_envs or config.env.num_envs
-    place = configured(config, session.cores, session.nodes).farms[0]
+    place = configured_farm(config, session.cores, session.nodes)
     shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
     shape = replace(shape, task=evaluated_task(config, perturbations))
     paired = len(specs) // (1 + len(perturbations)) if perturbations else 0
-    # No value is bootstrapped from an episode's final frame: there is no update here.
-    return replace(deal_out(shape, specs, left, paired), final_frames="never")
+    return deal_out(shape, specs, left, paired)
 
 
 def evaluated_task(config: Config, perturbations: tuple[Perturbation, ...] = ()) -> TaskSpec:

@@ -27,7 +27,7 @@ from embodied.errors import UserError
 from embodied.files import read_json
 from embodied.run import checkpoint
 from embodied.run.saved_settings import CONFIG, recorded_settings, run_of_checkpoint
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import tasks_of
 from policies.registry import policy_kind
 from sim_farm.catalogue import CATALOGUE, distinct_seeds, problem_file
 from sim_farm.contract import EpisodeSpec, FarmError

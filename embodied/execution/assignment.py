@@ -17,9 +17,8 @@ from embodied.devices import Affinity, accelerators, available_threads
 from embodied.errors import UserError, nearest
 from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.runtime.api import NodeInfo
-from embodied.workflows.context import FINALS, bootstrap_of, task_spec
-from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import episodes_of, name_in_task, physics_workers_of, rounds_of, tasks_of
+from embodied.workflows.run_spec import RunSpec, task_spec
+from embodied.workflows.sizes import name_in_task, physics_workers_of
 from schedulers.plan import HERE as HOME
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from sim_farm.contract import TaskInfo
@@ -65,10 +64,11 @@ class Assignment:
     farms: tuple[FarmAssignment, ...]
     """One for each task."""
     components: Mapping[str, tuple[Affinity, ...]]
-    """Affinities of the instances (policy replicas, learner ranks) of each component that is no simulator, by name."""
+    """Affinities of the instances (policy replicas, learner ranks) of each component that is no simulator, by name: one
+    of each where a run is inline."""
     hosts: tuple[int | None, ...] = ()
-    """Rank of the learner whose process and policy each policy worker shares; None, or an empty tuple: the worker has
-    both of its own."""
+    """Rank of the learner whose process and policy each policy worker shares; None, or none named: the worker has both
+    of its own."""
     ahead: int = 0
     """1: a rollout begins before the update that should precede it has ended."""
     unload: bool = False
@@ -85,34 +85,32 @@ class Assignment:
         """Policy workers that share a rank's process."""
         return tuple(replica for replica, host in enumerate(self.hosts) if host is not None)
 
-    @property
-    def apart(self) -> tuple[int, ...]:
-        """Policy workers with a process of their own, if hosts are given."""
-        return tuple(replica for replica, host in enumerate(self.hosts) if host is None)
+    def apart(self, replicas: int) -> tuple[int, ...]:
+        """Those of so many policy workers with a process of their own."""
+        return tuple(replica for replica in range(replicas) if self.host(replica) is None)
+
+    def host(self, replica: int) -> int | None:
+        """Rank of the learner whose process and policy that policy worker shares; None: it has both of its own."""
+        return self.hosts[replica] if self.hosts else None
 
     def first_of(self, component: str) -> Affinity:
         """Affinity of the component's first instance."""
         return self.components[component][0]
 
 
-def configured(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
+def configured(run: RunSpec, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
     """The assignment of a run without a plan, by `farm` and `optim`: everything shares all cores.
 
     `nodes` maps names and addresses of the cluster's nodes to their ids. Raises `UserError` for a node not in it.
     """
-    recipe = recipe_of(config)
+    config, recipe = run.config, run.recipe
     shared = Affinity((), max(min(len(cores), available_threads()) // config.optim.ranks, 1))
     placed: dict[str, tuple[Affinity, ...]] = {component.name: (shared,) for component in recipe.after_rollout}
     # One process cannot be several ranks of torch's process groups, and one rank computes what several do.
-    ranks = 1 if config.runtime.mode == "inline" else config.optim.ranks
-    placed[recipe.learner.name] = _on_gpus(config, shared, ranks)
-    placed[recipe.policy.name] = _on_gpus(config, Affinity(), config.policy.replicas)
-    farm = _configured_farm(config, cores, nodes or {})
-    return Assignment(
-        mode="configured",
-        farms=(farm,) * (1 + len(config.extra_tasks)),
-        components=placed,
-    )
+    placed[recipe.learner.name] = _on_gpus(config, shared, 1 if run.inline else config.optim.ranks)
+    placed[recipe.policy.name] = _on_gpus(config, Affinity(), 1 if run.inline else config.policy.replicas)
+    farm = configured_farm(config, cores, nodes or {})
+    return Assignment(mode="configured", farms=(farm,) * len(run.tasks), components=placed)
 
 
 def imitation_places(config: Config, cores: tuple[int, ...], nodes: Sequence[NodeInfo]) -> tuple[Affinity, ...]:
@@ -142,7 +140,8 @@ def _on_gpus(config: Config, place: Affinity, count: int) -> tuple[Affinity, ...
     return tuple(replace(place, device=str(gpus[number % len(gpus)])) for number in range(count))
 
 
-def _configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str]) -> FarmAssignment:
+def configured_farm(config: Config, cores: tuple[int, ...], nodes: Mapping[str, str]) -> FarmAssignment:
+    """The simulator's workers of a task without a plan, by `farm`. Raises as `configured` does."""
     inline = config.runtime.mode == "inline"
     farm = config.farm
     workers = physics_workers_of(config, len(cores))
@@ -166,7 +165,7 @@ def _node(name: str, nodes: Mapping[str, str]) -> str:
     return nodes[name]
 
 
-def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
+def assign(plan: Plan, run: RunSpec, cores: tuple[int, ...], nodes: Mapping[str, str] | None = None) -> Assignment:
     """A valid plan on the given cores of this machine; `nodes` maps other nodes' names in the plan to their ids.
 
     Every instance of policy and learner that the plan names (`Placement.instances`), of whatever node, is one of the
@@ -180,7 +179,7 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     Raises `UserError` for what the run's workers cannot do (stepping on accelerators; a component that trajectories
     pass through on several accelerators or another node), and for nodes that are not in the cluster.
     """
-    recipe, nodes = recipe_of(config), nodes or {}
+    config, recipe, nodes = run.config, run.recipe, nodes or {}
     _check_nodes(plan, nodes)
     rolling = _phase(plan, recipe.loop[0])
     policy, learner = recipe.policy.name, recipe.learner.name
@@ -193,18 +192,22 @@ def assign(plan: Plan, config: Config, cores: tuple[int, ...], nodes: Mapping[st
     gpus, devices = accelerators(config.policy.device), configured_devices(config)
     farms = tuple(
         _shared_out(_farm_of(plan, rolling, number, cores, gpus, devices, nodes), task.env.num_envs, len(found[policy]))
-        for number, task in enumerate(tasks_of(config))
+        for number, task in enumerate(run.tasks)
     )
     simulating = {id(_of(rolling, name_in_task(recipe.loop[0], number))) for number in range(len(farms))}
     takes_turns = all(farm.groups == 1 for farm in farms) or id(placements[policy]) not in simulating
     if not takes_turns:
         # With several groups on the same cores the system deals out the time: one thread that may run anywhere.
         found[policy] = tuple(Affinity(device=one.device, node=one.node) for one in found[policy])
+    hosts = () if plan.ahead else placements[policy].hosts(placements[learner])
+    if run.inline:
+        found = {name: places[:1] for name, places in found.items()}
+        hosts = (0,) if any(host is not None for host in hosts) else hosts[:1]
     return Assignment(
         plan.mode,
         farms,
         found,
-        () if plan.ahead else placements[policy].hosts(placements[learner]),
+        hosts,
         plan.ahead,
         plan.unload,
         _phase(plan, learner).micro_batch,
@@ -360,8 +363,10 @@ def _here(wanted: Sequence[int], cores: tuple[int, ...]) -> tuple[int, ...]:
 # --- The specification of a run's farm under an assignment, and the number of rows of its trajectory memory.
 
 
-def farm_spec(config: Config, episodes: Episodes, farm: FarmAssignment, num_envs: int | None = None) -> FarmSpec:
-    """The farm of one task whose workers are assigned so."""
+def farm_spec(
+    config: Config, episodes: Episodes, farm: FarmAssignment, num_envs: int | None = None, finals: str = "never"
+) -> FarmSpec:
+    """The farm of one task whose workers are assigned so. `finals` is `FarmSpec.final_frames`."""
     return FarmSpec(
         task=task_spec(config),
         episodes=episodes,
@@ -371,37 +376,32 @@ def farm_spec(config: Config, episodes: Episodes, farm: FarmAssignment, num_envs
         physics_workers=len(farm.physics),
         render_workers=len(farm.render),
         devices=farm.devices,
-        final_frames=FINALS[bootstrap_of(config)] if "images" in config.policy.reads else "never",
+        final_frames=finals,
     )
 
 
-def run_specs(config: Config, assignment: Assignment) -> tuple[FarmSpec, ...]:
+def farm_specs(run: RunSpec, assignment: Assignment) -> tuple[FarmSpec, ...]:
     """The farms of a run's tasks."""
-    pairs = zip(tasks_of(config), assignment.farms, strict=True)
-    return tuple(farm_spec(task, episodes_of(task, task.seed), farm) for task, farm in pairs)
+    pairs = zip(run.tasks, assignment.farms, strict=True)
+    return tuple(farm_spec(task.config, run.episodes(task), farm, finals=run.finals) for task, farm in pairs)
 
 
-def memory_rounds(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
+def memory_rounds(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
     """Decisions of each environment that the trajectory memory holds: an iteration's, and the next's where a rollout
     runs ahead."""
-    return (1 + ahead) * rounds_of(config, infos)
+    return (1 + ahead) * run.rounds(infos)
 
 
-def observation_rows(config: Config, rounds: int) -> int:
+def observation_rows(run: RunSpec, rounds: int) -> int:
     """Rows of the frame memory for so many rounds of decisions: their observations, and those after them."""
-    return (rounds + 1) * _columns(config)
+    return (rounds + 1) * run.environments
 
 
-def frame_rows(config: Config, ahead: int, infos: Sequence[TaskInfo]) -> int:
+def frame_rows(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
     """Rows of the frame memory: of the trajectories, the observations after them, and final observations."""
-    rounds = memory_rounds(config, ahead, infos)
+    rounds = memory_rounds(run, ahead, infos)
     finals = 0
-    if bootstrap_of(config) != "never":
+    if run.bootstrap != "never":
         shortest = min(info.max_episode_steps for info in infos)
-        finals = rows_for_finals(_columns(config), rounds, config.policy.chunk, shortest)
-    return observation_rows(config, rounds) + finals
-
-
-def _columns(config: Config) -> int:
-    """Environments of all tasks."""
-    return sum(task.env.num_envs for task in tasks_of(config))
+        finals = rows_for_finals(run.environments, rounds, run.config.policy.chunk, shortest)
+    return observation_rows(run, rounds) + finals

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment
 from embodied.execution.roles import LearnerRole, RolloutRole, ScorerRole
 from embodied.execution.run_offload import RunOffload
@@ -34,7 +33,7 @@ from embodied.run import checkpoint
 from embodied.run.background_writer import Written
 from embodied.run.trace import Span
 from embodied.runtime.handles import WorkerGroup
-from embodied.workflows.sizes import streams
+from embodied.workflows.run_spec import RunSpec
 
 PARTS_AHEAD = 2
 """Parts of an iteration that may wait for the learner; the rollout then waits too, so that memory is bounded."""
@@ -76,7 +75,7 @@ class OnPolicy(RunWorkers):
     offload: RunOffload = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rollouts = RolloutsInParts(self) if self.recipe.rollout == "episodes" else Rollouts(self)
+        self.rollouts = RolloutsInParts(self) if self.spec.by_episodes else Rollouts(self)
         self.offload = RunOffload(self)
 
     def begin(self, environments: Environments | None, version: int) -> None:
@@ -84,7 +83,7 @@ class OnPolicy(RunWorkers):
         from the snapshot `environments`."""
         self.publish(version)
         self.spans.take()
-        self.rollout_worker.call(RolloutRole.begin, environments, self.recipe.rollout == "episodes")
+        self.rollout_worker.call(RolloutRole.begin, environments, self.spec.by_episodes)
 
     def iterate(
         self, iteration: int, *, drain: bool = False, before_update: Callable[[], None] = lambda: None
@@ -248,7 +247,7 @@ class Rollouts:
     def start(self) -> Any:
         """Start a rollout with the weights that were published last; a reference to its summary."""
         run = self.run
-        return run.rollout_worker.submit(RolloutRole.rollout, run.config.rollout.decisions, run.farm_deadline_s)
+        return run.rollout_worker.submit(RolloutRole.rollout, run.spec.config.rollout.decisions, run.farm_deadline_s)
 
     def wait(self, started: Any) -> RolloutSummary:
         """Wait until the rollout is complete. Raises a replica's failure, which names the replica."""
@@ -304,16 +303,16 @@ class RolloutsInParts(Rollouts):
 
     def start(self, part: EpisodePart | None = None) -> Any:
         """Start a part of a rollout, by default its first, with the weights that were published last."""
-        run, settings = self.run, self.run.config.rollout
+        run, settings = self.run, self.run.spec.config.rollout
         part = part or next(self.parts())
         # If the outcomes of a part decide whether there is another, no environment may begin that too early.
-        limit = -(-part.stop // run.environments) if settings.max_episodes_per_env else settings.episodes_per_env
+        limit = -(-part.stop // run.spec.environments) if settings.max_episodes_per_env else settings.episodes_per_env
         return run.rollout_worker.submit(RolloutRole.rollout_episodes, part, limit, run.farm_deadline_s)
 
     def collect(self, iteration: int) -> RolloutSummary:
         """Collect the iteration's parts, and send each when it is complete."""
-        settings = self.run.config.rollout
-        wanted = self.run.environments * settings.episodes_per_env // settings.episode_group
+        settings = self.run.spec.config.rollout
+        wanted = self.run.spec.environments * settings.episodes_per_env // settings.episode_group
         total: RolloutSummary | None = None
         waiting: list[SentTrajectories] = []
         self.scoring_s, self.informative_groups = {}, 0
@@ -341,19 +340,19 @@ class RolloutsInParts(Rollouts):
 
     def parts(self) -> Iterator[EpisodePart]:
         """The parts of an iteration's episodes: those of the plan, if the learner may work on parts."""
-        settings, environments = self.run.config.rollout, self.run.environments
-        flows = streams(self.run.config) and not settings.max_episodes_per_env
+        settings, environments = self.run.spec.config.rollout, self.run.spec.environments
+        flows = self.run.spec.streams and not settings.max_episodes_per_env
         size = (self.run.assignment.part if flows else 0) or environments
         items = (settings.max_episodes_per_env or settings.episodes_per_env) * environments
         return (EpisodePart(start, min(start + size, items)) for start in range(0, items, size))
 
 
 @contextmanager
-def start_run(config: Config, run_dir: Path, session: Session, assignment: Assignment) -> Iterator[OnPolicy]:
+def start_run(spec: RunSpec, run_dir: Path, session: Session, assignment: Assignment) -> Iterator[OnPolicy]:
     """Start the run's workers, which end with the block, and iterate in the order of the assignment.
 
     Raises as `start_workers` does.
     """
     order = OneAhead if assignment.ahead else Offloaded if assignment.unload else OnPolicy
-    with start_workers(order, config, run_dir, session, assignment) as run:
+    with start_workers(order, spec, run_dir, session, assignment) as run:
         yield run

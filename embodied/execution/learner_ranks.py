@@ -6,28 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from embodied.config.schema import Config
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import LOOPBACK
 from embodied.workflows.context import WorkerContext
-from embodied.workflows.recipes import WorkflowComponent, recipe_of
-
-
-def ranks_of(config: Config, assignment: Assignment) -> int:
-    """Number of ranks of a run's learner: the assignment's, and one where everything is in one process."""
-    inline = config.runtime.mode == "inline"
-    return 1 if inline else len(assignment.components[recipe_of(config).learner.name])
+from embodied.workflows.recipes import WorkflowComponent
 
 
 def start_ranks(
     session: Session, learner: WorkflowComponent, base: WorkerContext, assignment: Assignment
 ) -> WorkerGroup[LearnerRole]:
     """Start the learner's ranks as the assignment places them, and connect them. If one fails, all end."""
-    ranks = ranks_of(base.config, assignment)
-    places = assignment.components[learner.name][:ranks]
+    places = assignment.components[learner.name]
+    ranks = len(places)
     contexts = [replace(base, affinity=place, rank=rank, ranks=ranks) for rank, place in enumerate(places)]
     nodes = tuple(place.node for place in places)
     group: WorkerGroup[LearnerRole] = session.runtime.start_group(

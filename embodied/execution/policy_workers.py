@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
@@ -20,21 +19,8 @@ from embodied.rollout.replicas import ReplicaAddress
 from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.context import WorkerContext
-from embodied.workflows.recipes import WorkflowComponent, recipe_of
+from embodied.workflows.recipes import WorkflowComponent
 from sim_farm.client.farm import Farm
-
-
-def replicas_of(config: Config, assignment: Assignment) -> int:
-    """Number of policy workers of a run: as the assignment says, and one where everything is in one process."""
-    inline = config.runtime.mode == "inline"
-    return 1 if inline else len(assignment.components[recipe_of(config).policy.name])
-
-
-def hosts_of(config: Config, assignment: Assignment) -> tuple[int | None, ...]:
-    """`Assignment.hosts` of each policy worker of a run; where everything is in one process there is one rank."""
-    if config.runtime.mode == "inline":
-        return (0 if assignment.guests else None,)
-    return assignment.hosts or (None,) * replicas_of(config, assignment)
 
 
 def uses_replicas(places: Sequence[Affinity]) -> bool:
@@ -42,9 +28,8 @@ def uses_replicas(places: Sequence[Affinity]) -> bool:
     return len(places) > 1 or bool(places[0].node)
 
 
-def check_replicas(config: Config, assignment: Assignment, groups: int) -> None:
+def check_replicas(replicas: int, groups: int) -> None:
     """Raise `UserError` where some of the policy workers would never have a group to decide for."""
-    replicas = replicas_of(config, assignment)
     if replicas > groups:
         raise UserError(
             f"{replicas} policy replicas would share {groups} groups of environments, and {replicas - groups} of them "
@@ -89,10 +74,9 @@ def start_policy_workers(
     trained: WorkerGroup[LearnerRole],
 ) -> PolicyWorkers:
     """Start the policy workers, and the rollout worker of replicas. Guests share policies of the learner's ranks."""
-    name, start, hosts = component.name, session.runtime.start_group, assignment.hosts
-    count = replicas_of(base.config, assignment)
-    context = replace(base, farm=session.reach(farm), ranks=count)
-    places = assignment.components[name][:count]
+    name, start, places = component.name, session.runtime.start_group, assignment.components[component.name]
+    context = replace(base, farm=session.reach(farm), ranks=len(places))
+    hosts = [assignment.host(replica) for replica in range(len(places))]
 
     def arguments(rank: int) -> tuple[WorkflowComponent, WorkerContext]:
         return component, replace(context, affinity=places[rank], rank=rank, shares=hosts[rank] is not None)
@@ -101,7 +85,7 @@ def start_policy_workers(
     make: Any = WorkflowComponent.make if alone else make_replica
     nodes = [each.node for each in places]
     beside = [None if host is None else trained.handles[host] for host in hosts]
-    group: WorkerGroup[Any] = start(name, make, count, arguments, beside=beside, nodes=nodes)
+    group: WorkerGroup[Any] = start(name, make, len(places), arguments, beside=beside, nodes=nodes)
     if assignment.guests:
         guests, owners = group.some(assignment.guests), trained.some(host for host in hosts if host is not None)
         guests.get(guests.pipe(PolicyRole.share, owners, LearnerRole.own_policy))

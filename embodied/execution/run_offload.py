@@ -75,7 +75,7 @@ class RunOffload:
     @property
     def _separate(self) -> WorkerGroup[Any]:
         """Policy workers with a policy of their own."""
-        return self.run.acting.some(self.run.assignment.apart)
+        return self.run.acting.some(self.run.assignment.apart(self.run.acting.size))
 
     @property
     def _spill(self) -> Path:

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.assignment import Assignment, frame_rows, memory_rounds, run_specs
+from embodied.execution.assignment import Assignment, farm_specs, frame_rows, memory_rounds
 from embodied.execution.delivery import TrajectoryDelivery, start_delivery
-from embodied.execution.learner_ranks import ranks_of, start_ranks
-from embodied.execution.policy_workers import check_replicas, hosts_of, replicas_of, start_policy_workers, uses_replicas
+from embodied.execution.learner_ranks import start_ranks
+from embodied.execution.policy_workers import check_replicas, start_policy_workers, uses_replicas
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
@@ -29,8 +28,8 @@ from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.checks import check_measure, check_ranks, check_recorded_starts
 from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
-from embodied.workflows.recipes import Recipe, WorkflowComponent, recipe_of
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.recipes import Recipe, WorkflowComponent
+from embodied.workflows.run_spec import RunSpec
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
 
@@ -39,8 +38,7 @@ from sim_farm.client.farm import Farm
 class RunWorkers:
     """The workers of a run. `embodied.execution.iteration` has the steps that they do together."""
 
-    config: Config
-    recipe: Recipe
+    spec: RunSpec
     run_dir: Path
     assignment: Assignment
     farm: Farm
@@ -59,11 +57,6 @@ class RunWorkers:
     spans: SpanRecorder
 
     @property
-    def environments(self) -> int:
-        """Number of environments of all tasks."""
-        return sum(spec.num_envs for spec in self.farm.specs)
-
-    @property
     def has_success(self) -> bool:
         """False if the run's tasks know no success: their measure is the return."""
         return all(info.has_success for info in self.farm.infos)
@@ -74,37 +67,36 @@ Run = TypeVar("Run", bound=RunWorkers)
 
 @contextmanager
 def start_workers(
-    order: type[Run], config: Config, run_dir: Path, session: Session, assignment: Assignment
+    order: type[Run], spec: RunSpec, run_dir: Path, session: Session, assignment: Assignment
 ) -> Iterator[Run]:
     """Start the run's workers as the assignment places them; they end with the block. `order` is the class of the run.
 
     Raises `UserError` for tasks that one policy cannot act in, for edges that no worker serves, and for assignments
     that contradict themselves or have more ranks than a minibatch rows.
     """
-    recipe = recipe_of(config)
+    recipe = spec.recipe
     check_workflow(recipe)
     if assignment.ahead and assignment.unload:
         raise UserError(
             "a plan that runs ahead has nothing to unload: rollout and learner work at the same time; set ahead 0 "
             "or unload false"
         )
-    specs = run_specs(config, assignment)
-    check_replicas(config, assignment, sum(spec.groups for spec in specs))
-    check_ranks(config, ranks_of(config, assignment))
-    rows = partial(frame_rows, config, assignment.ahead)
-    with session.farm(specs, assignment.farms, rows, processes_here(config, assignment)) as farm:
-        base = _context(config, run_dir, farm, assignment)
+    farms = farm_specs(spec, assignment)
+    check_replicas(len(assignment.components[recipe.policy.name]), sum(farm.groups for farm in farms))
+    check_ranks(spec.config, len(assignment.components[recipe.learner.name]))
+    rows = partial(frame_rows, spec, assignment.ahead)
+    with session.farm(farms, assignment.farms, rows, processes_here(spec, assignment)) as farm:
+        base = _context(spec, run_dir, farm, assignment)
         learner = start_ranks(session, recipe.learner, base, assignment)
         # Ranks that hold shards have no policy to share with workers in their processes.
         whole = learner.size == 1 or all(learner.call_all(LearnerRole.shares_policy))
-        assignment = replace(assignment, hosts=hosts_of(config, assignment if whole else replace(assignment, hosts=())))
+        assignment = assignment if whole else replace(assignment, hosts=())
         acting = start_policy_workers(recipe.policy, base, session, assignment, farm, learner)
         scorers = _start_scorers(session, base, assignment, learner, whole)
         farm_deadline_s = session.runtime.deadline.inner().seconds
         layout = acting.workers.call_one(0, PolicyRole.layout)
         run = order(
-            config=config,
-            recipe=recipe,
+            spec=spec,
             run_dir=run_dir,
             assignment=assignment,
             farm=farm,
@@ -113,7 +105,7 @@ def start_workers(
             scorers=scorers,
             learner=learner,
             memory=TrajectoryMemory.create(layout, farm.frames, not farm.in_process),
-            weight_sync=_weight_sync(config, assignment, learner, acting.workers, farm_deadline_s),
+            weight_sync=_weight_sync(spec, assignment, learner, acting.workers, farm_deadline_s),
             delivery=start_delivery(session, assignment, acting.rollout_worker, learner, farm),
             farm_deadline_s=farm_deadline_s,
             spans=SpanRecorder(),
@@ -133,7 +125,7 @@ def start_workers(
 
 
 def _weight_sync(
-    config: Config, assignment: Assignment, learner: WorkerGroup[Any], policies: WorkerGroup[Any], timeout_s: float
+    spec: RunSpec, assignment: Assignment, learner: WorkerGroup[Any], policies: WorkerGroup[Any], timeout_s: float
 ) -> WeightSync:
     """Weight sync from the learner to the policy workers, connected."""
     places = assignment.components[policies.name]
@@ -142,36 +134,34 @@ def _weight_sync(
         policies,
         learner_node=assignment.first_of(learner.name).node,
         sharing=assignment.guests,
-        nodes={rank: places[rank].node for rank in assignment.apart},
+        nodes={rank: places[rank].node for rank in assignment.apart(len(places))},
         timeout_s=timeout_s,
-        engine=policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture),
+        engine=policy_kind(spec.config.policy.kind).policy.asks_engine(spec.config.policy.architecture),
     )
 
 
-def _context(config: Config, run_dir: Path, farm: Farm, assignment: Assignment) -> WorkerContext:
+def _context(spec: RunSpec, run_dir: Path, farm: Farm, assignment: Assignment) -> WorkerContext:
     """The data that the run's workers are made from.
 
     Raises `UserError` for tasks that one policy cannot act in, whose recorded initial states are not there, or that
     have no success where the configuration needs one.
     """
-    tasks = tasks_of(config)
-    sizes = policy_spec(config, farm.infos[0])
-    for task, info in zip(tasks, farm.infos, strict=True):
-        check_same_sizes(sizes, policy_spec(task, info), task.env.task)
-        check_recorded_starts(task, info)
+    sizes = policy_spec(spec.config, farm.infos[0])
+    for task, info in zip(spec.tasks, farm.infos, strict=True):
+        check_same_sizes(sizes, policy_spec(task.config, info), task.env.task)
+        check_recorded_starts(task.config, info)
         if info.inexact:
             tell(
                 f"the seeds of {task.env.task} do not determine its episodes: {info.inexact}. A resumed run begins "
                 "others, nothing is filmed, and no evaluation can be repeated"
             )
-    check_measure(config, farm.infos)
+    check_measure(spec, farm.infos)
     return WorkerContext(
-        config,
+        spec,
         sizes,
         run_dir,
-        assignment.first_of(recipe_of(config).learner.name),
-        seeds=tuple(task.seed for task in tasks),
-        rounds=memory_rounds(config, assignment.ahead, farm.infos),
+        assignment.first_of(spec.recipe.learner.name),
+        rounds=memory_rounds(spec, assignment.ahead, farm.infos),
     )
 
 
@@ -180,7 +170,7 @@ def _start_scorers(
 ) -> dict[str, WorkerGroup[ScorerRole]]:
     """The workers that trajectories pass through, in this order. `whole`: each rank has the whole policy."""
     found: dict[str, WorkerGroup[ScorerRole]] = {}
-    for scorer in recipe_of(base.config).scorers:
+    for scorer in base.run.recipe.scorers:
         # Beside the learner a scorer uses its weights, which must not be away while trajectories pass.
         leaves = assignment.unload and 0 not in assignment.hosts
         beside = assignment.first_of(scorer.name) == base.affinity and whole and not leaves
@@ -222,10 +212,9 @@ def check_workflow(recipe: Recipe) -> None:
             )
 
 
-def processes_here(config: Config, assignment: Assignment) -> int:
+def processes_here(spec: RunSpec, assignment: Assignment) -> int:
     """Number of processes on this machine for the learner's ranks, policy workers and rollout worker."""
-    recipe = recipe_of(config)
-    acting = assignment.components[recipe.policy.name][: replicas_of(config, assignment)]
-    ranks = assignment.components[recipe.learner.name][: ranks_of(config, assignment)]
-    own = [place for place, host in zip(acting, hosts_of(config, assignment), strict=True) if host is None]
+    acting = assignment.components[spec.recipe.policy.name]
+    own = [acting[replica] for replica in assignment.apart(len(acting))]
+    ranks = assignment.components[spec.recipe.learner.name]
     return sum(not place.node for place in (*ranks, *own)) + uses_replicas(acting)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from embodied.config.schema import Config
 from embodied.devices import find_device
 from embodied.errors import UserError
-from embodied.execution.assignment import FarmAssignment, configured
+from embodied.execution.assignment import FarmAssignment, configured_farm
 from embodied.reporting.live import steps
 from embodied.runtime.api import InlineRuntime, Runtime
 from embodied.runtime.handles import Handle
@@ -85,7 +85,7 @@ class Session:
     def _configured(self, spec: FarmSpec) -> FarmAssignment:
         workers = {"physics_workers": spec.physics_workers, "render_workers": spec.render_workers}
         config = self.config.model_copy(update={"farm": self.config.farm.model_copy(update=workers)})
-        return configured(config, self.cores, self.nodes).farms[0]
+        return configured_farm(config, self.cores, self.nodes)
 
 
 @contextmanager

@@ -49,8 +49,7 @@ from embodied.trajectories.batch import StoredDecisions, Trajectories, join_colu
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.checks import check_algorithm, check_credit, check_ranks
 from embodied.workflows.context import WorkerContext
-from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import groups_suffice, streams
+from embodied.workflows.run_spec import RunSpec
 from policies.capabilities import Observes
 from policies.contract import Policy
 
@@ -114,25 +113,26 @@ class Learner(TrainedPolicy, WeightsPublisher):
     def __init__(
         self,
         policy: Policy,
-        config: Config,
+        run: RunSpec,
         run_dir: Path,
         affinity: Affinity | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """`ranks` are not connected yet (`join`); None: this learner is the only one."""
+        config = run.config
         self.check(config)
         self._device = device_of(policy)
         self._run_dir = run_dir
-        self._recipe = recipe_of(config)
+        self._recipe = run.recipe
         self._estimate = self._recipe.estimator_function()
         self._controls = UpdateControls(config)
         most = affinity or Affinity((), available_threads())
         rows = config.optim.micro_batch or config.optim.minibatch or config.env.num_envs * config.rollout.decisions
         affinity = replace(most, threads=useful_threads(policy, rows, most.threads))
         super().__init__(policy, config, affinity, ranks)
-        self._accumulates = streams(config)
+        self._accumulates = run.streams
         """The update is one step, whose gradient is a sum over parts."""
-        self._estimates_together = not groups_suffice(config)
+        self._estimates_together = not run.groups_suffice
         """The estimator needs all parts of an iteration at once."""
         forget_peak(device_of(policy))
         self._offload: Offload | None = None
@@ -154,7 +154,7 @@ class Learner(TrainedPolicy, WeightsPublisher):
         policy = context.policy()
         assert policy is not None, "the learner's policy is the one that others share"
         ranks = Ranks("learner", context.rank, context.ranks, device_of(policy))
-        return cls(policy, context.config, context.run_dir, context.affinity, ranks)
+        return cls(policy, context.run, context.run_dir, context.affinity, ranks)
 
     def _use(self, parallel: ReplicatedPolicy) -> None:
         super()._use(parallel)

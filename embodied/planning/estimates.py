@@ -20,8 +20,8 @@ from embodied.errors import UserError
 from embodied.planning.clusters import roles_of
 from embodied.planning.flops import Work, batched, costs_of, nbytes
 from embodied.rollout.policy_worker import blank_inputs
-from embodied.workflows.context import make_policy, policy_spec, task_spec
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.context import make_policy, policy_spec
+from embodied.workflows.run_spec import task_spec
 from policies.contract import Inputs, Policy
 from schedulers import Cluster, ComponentProfile, Point, Profile, Workflow
 from schedulers.cards import EFFICIENCY, UPDATE_EFFICIENCY, Card, find_card
@@ -94,7 +94,6 @@ def with_estimates(profile: Profile, config: Config, workflow: Workflow, cluster
     card = card_of(cluster)
     if card is None:
         return profile
-    config = tasks_of(config)[0]
     info = InProcess().describe(task_spec(config))
     policy = make_policy(config, policy_spec(config, info), device="cpu")
     inputs = blank_inputs(policy, info, config.policy.reads)

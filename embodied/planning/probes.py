@@ -22,70 +22,69 @@ from embodied.execution.iteration import Iteration, OnPolicy
 from embodied.execution.roles import RolloutRole
 from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
-from embodied.workflows.recipes import Recipe, recipe_of
-from embodied.workflows.sizes import holds_shards, tasks_of
+from embodied.workflows.recipes import Recipe
+from embodied.workflows.run_spec import RunSpec
+from embodied.workflows.sizes import holds_shards
 from schedulers.profile import Exchange
 from schedulers.workflow import Workflow
 from sim_farm.render_devices import RenderDevice, name_of
 
-Probes = dict[str, tuple[Config, Assignment]]
+Probes = dict[str, tuple[RunSpec, Assignment]]
 
 
 def probes_of(
-    config: Config, cores: tuple[int, ...], gpus: Sequence[torch.device], drawers: Sequence[RenderDevice] = ()
+    run: RunSpec, cores: tuple[int, ...], gpus: Sequence[torch.device], drawers: Sequence[RenderDevice] = ()
 ) -> Probes:
-    """The measured runs by name: a configuration with its number of environments, and an assignment.
+    """The measured runs by name: a run with its number of environments, and an assignment.
 
     `drawers` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
     render worker of its own; none: as configured. Of several tasks, whose simulators are measured one task at a time,
     only what their sum changes: all that is not in the loop, alone.
     """
-    recipe, half, several = recipe_of(config), halved(config), bool(config.extra_tasks)
-    whole, one = _turns(config, recipe, cores, cores), _turns(config, recipe, cores[:1], cores[:1])
+    config, recipe, half, several = run.config, run.recipe, halved(run), len(run.tasks) > 1
+    whole, one = _turns(run, cores, cores), _turns(run, cores[:1], cores[:1])
     if drawers:
         whole, one = (_drawing_on(probe, drawers[0]) for probe in (whole, one))
     if gpus:
         whole, one = (_computing_on(probe, recipe, config, gpus[0], len(cores)) for probe in (whole, one))
     probes = {
-        "all cores": (config, whole),
+        "all cores": (run, whole),
         "all cores, half": (half, whole),
-        "one core": (config, one),
+        "one core": (run, one),
         "one core, half": (half, one),
     }
     for number in [drawer for drawer in drawers if drawer != "cpu" and not several]:
         drawn = _drawing_on(whole, number, apart=True)
-        probes |= {"drawn": (config, drawn), "drawn, half": (half, drawn)}
+        probes |= {"drawn": (run, drawn), "drawn, half": (half, drawn)}
     if not several:
         # On a GPU this shows the policy beside the simulator on all cores.
-        probes["shared"] = (config, _sharing(whole, recipe))
+        probes["shared"] = (run, _sharing(whole, recipe))
     if not several and len(cores) > 1 and not gpus:
-        probes["beside"] = (config, _beside(config, recipe, cores))
+        probes["beside"] = (run, _beside(run, cores))
     if config.plan.ahead and len(gpus or cores) > 1:
-        ahead = _ahead_on(gpus[1], recipe, whole) if gpus else _ahead(config, recipe, cores)
-        probes["ahead"] = (config, ahead)
+        ahead = _ahead_on(gpus[1], recipe, whole) if gpus else _ahead(run, cores)
+        probes["ahead"] = (run, ahead)
     return probes
 
 
-def halved(config: Config) -> Config:
-    """Half of the environments of every task."""
-    first, *others = tasks_of(config)
+def halved(run: RunSpec) -> RunSpec:
+    """The run with half of the environments of every task."""
+    config, (first, *others) = run.config, run.tasks
     env = first.env.model_copy(update={"num_envs": first.env.num_envs // 2})
     extra = tuple(
         {**differs, "num_envs": task.env.num_envs // 2}
         for differs, task in zip(config.extra_tasks, others, strict=True)
     )
-    return config.model_copy(update={"env": env, "extra_tasks": extra})
+    return RunSpec.of(config.model_copy(update={"env": env, "extra_tasks": extra}))
 
 
-def _turns(config: Config, recipe: Recipe, physics: Sequence[int], compute: Sequence[int]) -> Assignment:
+def _turns(run: RunSpec, physics: Sequence[int], compute: Sequence[int]) -> Assignment:
     """Everything on its cores, one after the other; every task has simulators on all of its."""
     affinity = Affinity(tuple(compute), len(compute))
-    devices = configured_devices(config)
+    recipe, devices = run.recipe, configured_devices(run.config)
     farm = FarmAssignment(1, tuple(physics), (HERE,) * len(physics), devices=devices)
     names = (recipe.policy.name, *(component.name for component in recipe.after_rollout))
-    return Assignment(
-        "collocated", (farm,) * (1 + len(config.extra_tasks)), dict.fromkeys(names, (affinity,)), hosts=(0,)
-    )
+    return Assignment("collocated", (farm,) * len(run.tasks), dict.fromkeys(names, (affinity,)), hosts=(0,))
 
 
 def _drawing_on(like: Assignment, device: RenderDevice, apart: bool = False) -> Assignment:
@@ -108,21 +107,21 @@ def _sharing(like: Assignment, recipe: Recipe) -> Assignment:
     return replace(_two_groups(like), components={**like.components, rollout_worker: (free,)})
 
 
-def _beside(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
+def _beside(run: RunSpec, cores: Sequence[int]) -> Assignment:
     """The simulators on the first half of the cores, the policy on the rest, at the same time."""
     middle = max(1, len(cores) // 2)
-    return replace(_two_groups(_turns(config, recipe, cores[:middle], cores[middle:])), mode="hybrid")
+    return replace(_two_groups(_turns(run, cores[:middle], cores[middle:])), mode="hybrid")
 
 
 def _two_groups(like: Assignment) -> Assignment:
     return replace(like, farms=tuple(replace(farm, groups=2) for farm in like.farms))
 
 
-def _ahead(config: Config, recipe: Recipe, cores: Sequence[int]) -> Assignment:
+def _ahead(run: RunSpec, cores: Sequence[int]) -> Assignment:
     """The rollout on the first half of the cores, one update ahead of what follows it on one other."""
     middle = max(1, len(cores) // 2)
-    rolling = _turns(config, recipe, cores[:middle], cores[:middle])
-    return _apart(rolling, recipe, Affinity((cores[middle],)))
+    rolling = _turns(run, cores[:middle], cores[:middle])
+    return _apart(rolling, run.recipe, Affinity((cores[middle],)))
 
 
 def _ahead_on(gpu: torch.device, recipe: Recipe, rolling: Assignment) -> Assignment:

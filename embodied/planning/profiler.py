@@ -30,7 +30,8 @@ from embodied.other_programs import OtherPrograms
 from embodied.planning.clusters import ComponentRoles, roles_of
 from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
-from embodied.workflows.sizes import holds_shards, tasks_of, workflow_of
+from embodied.workflows.run_spec import RunSpec
+from embodied.workflows.sizes import holds_shards, workflow_of
 from policies.registry import policy_kind
 from schedulers.profile import ComponentProfile, Point, Profile, Together
 from schedulers.turns import Turns, turns_of
@@ -104,12 +105,12 @@ class Probed:
         return [(self.taken[name], devices) for name, devices in names.items()]
 
 
-def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
-    """Measure every component of the configuration's workflow. Takes about ten iterations' time of each task.
+def profile_run(run: RunSpec, session: Session, scratch: Path) -> Profile:
+    """Measure every component of the run. Takes about ten iterations' time of each task.
 
     Raises `UserError` where the environments of a task cannot be halved.
     """
-    tasks, cores = tasks_of(config), len(session.cores)
+    config, tasks, cores = run.config, run.tasks, len(session.cores)
     for task in tasks:
         envs = task.env.num_envs
         if envs % (2 * cores):
@@ -118,8 +119,8 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
                 + (f" of {task.env.task}" if len(tasks) > 1 else "")
             )
     others = OtherPrograms(session.cores)
-    each = [_probe(task, session, scratch) for task in tasks]
-    whole = _probe(config, session, scratch) if len(tasks) > 1 else each[0]
+    each = [_probe(run.of_task(task), session, scratch) for task in tasks]
+    whole = _probe(run, session, scratch) if len(tasks) > 1 else each[0]
     return Profile(
         workflow=whole.workflow.name,
         fingerprint={**fingerprint(), **work_of(config)},
@@ -131,35 +132,34 @@ def profile_config(config: Config, session: Session, scratch: Path) -> Profile:
     )
 
 
-def _probe(config: Config, session: Session, scratch: Path) -> Probed:
-    gpus = accelerators(config.policy.device)
-    drawers = drawers_of(config, gpus)
+def _probe(run: RunSpec, session: Session, scratch: Path) -> Probed:
+    gpus = accelerators(run.config.policy.device)
+    drawers = drawers_of(run.config, gpus)
     drawn: GpuDrawing | None = None
     taken: dict[str, Measured] = {}
     infos: tuple[TaskInfo, ...] = ()
     switches: Switches = {}
     peak, trained = 0, TrainedBytes(0, 0, 0)
-    for name, (changed, assignment) in probes_of(config, session.cores, gpus, drawers).items():
+    for name, (changed, assignment) in probes_of(run, session.cores, gpus, drawers).items():
         with start_run(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
-            taken[name] = measure(changed, workers)
+            taken[name] = measure(workers)
             switches = switches or workers.offload.measured()
             peak = peak or max(workers.learner.call_all(LearnerRole.peak_bytes))
             trained = workers.learner.call_one(0, LearnerRole.trained_bytes)
             if name == "drawn":
                 drawn = gpu_drawing(workers, gpus[0])
-    workflow = workflow_of(config, _lengths(infos))
+    workflow = workflow_of(run, _lengths(infos))
     return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained, drawers, drawn)
 
 
-def measure(config: Config, workers: OnPolicy) -> Measured:
+def measure(workers: OnPolicy) -> Measured:
     """Run iterations from the beginning until they are enough."""
-    workflow = workflow_of(config, _lengths(workers.farm.infos))
+    workflow = workflow_of(workers.spec, _lengths(workers.farm.infos))
     rounds = workflow.loops[0].steps * workflow.episodes_per_env
     iterations = tuple(run_iterations(workers)[1:])
     held = workers.farm.private_bytes()[0][: len(workers.assignment.farms[0].physics)]
-    environments = sum(spec.num_envs for spec in workers.farm.specs)
-    return Measured(environments, workers.assignment, iterations, rounds, float(held.mean()))
+    return Measured(workers.spec.environments, workers.assignment, iterations, rounds, float(held.mean()))
 
 
 def run_iterations(workers: OnPolicy) -> list[Iteration]:

@@ -27,9 +27,9 @@ from embodied.execution.iteration import Iteration
 from embodied.execution.session import Session
 from embodied.files import write_whole
 from embodied.planning.clusters import leaving_home, local_cluster, planned_for, roles_of, run_cluster, with_stand_ins
-from embodied.planning.profiler import decided_s, passed_s, profile_config, trained_s, work_of
-from embodied.workflows.context import task_spec
-from embodied.workflows.sizes import tasks_of, workflow_of
+from embodied.planning.profiler import decided_s, passed_s, profile_run, trained_s, work_of
+from embodied.workflows.run_spec import RunSpec
+from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, Plan, PlanError, Point, Profile, Workflow
 from sim_farm.workers.hosts import InProcess
 
@@ -37,23 +37,20 @@ NO_MOMENT = "plan.replan moves a run between two updates, and there is no such m
 PLAN, PROFILE, TIMELINE, PICTURE = "plan.json", "profile.json", "predicted.json", "predicted.png"
 
 
-def sized_workflow(config: Config) -> Workflow:
-    """The configuration's workflow; asks the simulators for the length of their episodes where it matters."""
-    steps = [
-        task.env.max_episode_steps or InProcess().describe(task_spec(task)).max_episode_steps
-        for task in tasks_of(config)
-    ]
-    return workflow_of(config, steps)
+def sized_workflow(run: RunSpec) -> Workflow:
+    """The run's workflow; builds simulators for the length of their episodes where it matters."""
+    steps = [task.env.max_episode_steps or InProcess().describe(task.spec).max_episode_steps for task in run.tasks]
+    return workflow_of(run, steps)
 
 
-def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware: bool = False) -> Profile:
+def checked_profile(path: Path, run: RunSpec, workflow: Workflow, any_hardware: bool = False) -> Profile:
     """A profile from a file. Raises `UserError` for one of other settings, and, unless `any_hardware`, for one that was
     measured on other hardware."""
     if not path.exists():
         raise UserError(f"there is no profile file {str(path)!r}: `embodied profile CONFIG --out {path}` measures one")
     profile = schedulers.load(Profile, path)
     work = {key: value for key, value in profile.fingerprint.items() if key.startswith("work.")}
-    differs = [key.removeprefix("work.") for key, value in work_of(config).items() if work.get(key, value) != value]
+    differs = [key.removeprefix("work.") for key, value in work_of(run.config).items() if work.get(key, value) != value]
     if differs:
         raise UserError(
             f"{path} was measured with other settings of {', '.join(differs)}: measure again with "
@@ -64,7 +61,7 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
     except PlanError as error:
         raise UserError(f"{path}: {error}") from error
     try:
-        schedulers.check_profile(profile, workflow, {**fingerprint(), **work_of(config)}, any_hardware)
+        schedulers.check_profile(profile, workflow, {**fingerprint(), **work_of(run.config)}, any_hardware)
     except PlanError as error:
         raise UserError(f"{path}: {error}") from error
     return profile
@@ -74,7 +71,7 @@ def checked_profile(path: Path, config: Config, workflow: Workflow, any_hardware
 class RunPlan:
     """The assignment of a run's workers, and the plan that it follows."""
 
-    config: Config
+    run: RunSpec
     run_dir: Path
     session: Session
     assignment: Assignment
@@ -95,42 +92,42 @@ class RunPlan:
         """Watches the plan, if the configuration asks for it and there are times to compare with; starting the workers
         anew takes `switch_s` seconds."""
         plan, workflow, cluster, profile = self.plan, self.workflow, self.cluster, self.profile
-        if plan is None or workflow is None or cluster is None or profile is None or not self.config.plan.replan:
+        if plan is None or workflow is None or cluster is None or profile is None or not self.run.config.plan.replan:
             return None
 
         def ask(profile: Profile) -> Plan:
-            return schedulers.plan(workflow, profile, cluster, mode_of(self.config))
+            return schedulers.plan(workflow, profile, cluster, mode_of(self.run.config))
 
         return Watch(plan, profile, workflow, cluster, ask, switch_s)
 
     def moved(self, move: Move) -> RunPlan:
         """The run by another plan, which is written to its folder."""
         write_whole(self.run_dir / PLAN, schedulers.text_of(move.plan))
-        assignment = assign(move.plan, self.config, self.session.cores, self.session.nodes)
+        assignment = assign(move.plan, self.run, self.session.cores, self.session.nodes)
         return replace(self, assignment=assignment, plan=move.plan, profile=move.profile)
 
 
-def plan_run(config: Config, session: Session, run_dir: Path) -> RunPlan:
+def plan_run(run: RunSpec, session: Session, run_dir: Path) -> RunPlan:
     """Assign the run's workers: as configured, by a plan file, or by the best plan, which may take a profile of ten
     iterations. The plan is written to the run's folder.
 
     Raises `UserError` or `PlanError` for a plan or profile that does not fit, before a worker is started.
     """
-    wanted = config.plan
+    config, wanted = run.config, run.config.plan
     if wanted.replan and wanted.ahead:
         raise UserError(f"{NO_MOMENT} plan.ahead")
     if wanted.mode == "configured" and wanted.file is None:
-        assignment = configured(config, session.cores, session.nodes)
-        return RunPlan(config=config, run_dir=run_dir, session=session, assignment=assignment)
-    cluster, workflow, profile = run_cluster(session), sized_workflow(config), None
+        assignment = configured(run, session.cores, session.nodes)
+        return RunPlan(run=run, run_dir=run_dir, session=session, assignment=assignment)
+    cluster, workflow, profile = run_cluster(session), sized_workflow(run), None
     if wanted.file is not None:
         plan = _plan_file(config)
         if wanted.profile is not None:
-            profile = _profile_of(config, session, run_dir, workflow)
+            profile = _profile_of(run, session, run_dir, workflow)
         workflow, cluster = leaving_home(workflow), with_stand_ins(cluster, plan, config.policy.device)
         schedulers.validate(plan, workflow, cluster, profile)
     else:
-        profile = _profile_of(config, session, run_dir, workflow)
+        profile = _profile_of(run, session, run_dir, workflow)
         workflow = planned_for(workflow, profile, cluster)
         plan = schedulers.plan(workflow, profile, cluster, mode_of(config), ahead=wanted.ahead)
         get_console().print("\n".join(plan.why), markup=False, highlight=False, soft_wrap=True)
@@ -138,10 +135,10 @@ def plan_run(config: Config, session: Session, run_dir: Path) -> RunPlan:
         plan = replace(plan, prediction=schedulers.predict(plan, workflow, profile, cluster))
     write_whole(run_dir / PLAN, schedulers.text_of(plan))
     return RunPlan(
-        config=config,
+        run=run,
         run_dir=run_dir,
         session=session,
-        assignment=assign(plan, config, session.cores, session.nodes),
+        assignment=assign(plan, run, session.cores, session.nodes),
         plan=plan,
         workflow=workflow,
         cluster=cluster,
@@ -149,17 +146,17 @@ def plan_run(config: Config, session: Session, run_dir: Path) -> RunPlan:
     )
 
 
-def check_plan_files(config: Config) -> None:
+def check_plan_files(run: RunSpec) -> None:
     """Refuse plan and profile files that do not fit, before a worker is started. Raises as `plan_run` does.
 
     On a Ray cluster a plan is checked when the cluster's machines are known.
     """
-    wanted = config.plan
+    config, wanted = run.config, run.config.plan
     if wanted.file is None and wanted.profile is None:
         return
-    workflow, profile = sized_workflow(config), None
+    workflow, profile = sized_workflow(run), None
     if wanted.profile is not None:
-        profile = checked_profile(wanted.profile, config, workflow)
+        profile = checked_profile(wanted.profile, run, workflow)
     if wanted.file is not None:
         plan = _plan_file(config)
         if config.runtime.address == "local":
@@ -185,15 +182,15 @@ def make_folder(path: Path) -> None:
         raise UserError(f"{path} cannot be made a folder ({error.strerror}); choose another --out") from error
 
 
-def _profile_of(config: Config, session: Session, run_dir: Path, workflow: Workflow) -> Profile:
+def _profile_of(run: RunSpec, session: Session, run_dir: Path, workflow: Workflow) -> Profile:
     """The profile that the configuration names, or the run's own, or one that is measured now."""
-    own, named = run_dir / PROFILE, config.plan.profile
+    own, named = run_dir / PROFILE, run.config.plan.profile
     found = named or (own if own.is_file() else None)  # its own: of a run that goes on
     if found is not None:
-        profile = checked_profile(found, config, workflow)
+        profile = checked_profile(found, run, workflow)
     else:
         show("measuring the workflow's components ...")
-        profile = profile_config(config, session, run_dir)
+        profile = profile_run(run, session, run_dir)
     if found != own:
         write_whole(own, schedulers.text_of(profile))
     return profile

@@ -28,7 +28,7 @@ from embodied.rollout.rollout_summary import Clock, workers_spans
 from embodied.run.trace import Span
 from embodied.trajectories.batch import EndedEpisode, EpisodeSums, GroupDecision, join_inputs, to_inputs
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
-from embodied.workflows.context import WorkerContext, bootstrap_of
+from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
@@ -57,8 +57,8 @@ class RolloutSettings:
         by_engine = policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture)
         return cls(
             reads=config.policy.reads,
-            seeds=context.seeds,
-            bootstrap=bootstrap_of(config),
+            seeds=context.run.seeds,
+            bootstrap=context.run.bootstrap,
             rounds=context.rounds,
             engine=(context.run_dir / "engine").resolve() if by_engine else None,
         )

@@ -15,9 +15,8 @@ from embodied.execution.assignment import Assignment, configured, frame_rows, me
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.training.preflight import check_begun, check_training
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
-from embodied.workflows.context import check_same_sizes, make_policy, policy_spec, task_spec
-from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import rounds_of, tasks_of
+from embodied.workflows.context import check_same_sizes, make_policy, policy_spec
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy
 from sim_farm.contract import TaskInfo
 from sim_farm.shared_memory.frame_memory import nbytes_of
@@ -32,18 +31,18 @@ def dry_run(config: Config) -> dict[str, Any]:
     prints; raises as `check_training` does, and `PolicyError` for a policy that does not fit the task."""
     check_begun(config)
     check_training(config)
-    tasks = tasks_of(config)
-    infos = [InProcess().describe(task_spec(task)) for task in tasks]
+    run = RunSpec.of(config)
+    infos = [InProcess().describe(task.spec) for task in run.tasks]
     spec = policy_spec(config, infos[0])
-    for task, info in zip(tasks, infos, strict=True):
-        check_same_sizes(spec, policy_spec(task, info), task.env.task)
+    for task, info in zip(run.tasks, infos, strict=True):
+        check_same_sizes(spec, policy_spec(task.config, info), task.env.task)
     policy = make_policy(config, spec)
     found = {
         "tasks": [_task(info) for info in infos],
         "policy": _policy(config, policy, infos[0]),
-        "iteration": _iteration(config, infos),
-        "bytes": _bytes(config, policy, infos),
-        "placement": _placement(config),
+        "iteration": _iteration(run, infos),
+        "bytes": _bytes(run, policy, infos),
+        "placement": _placement(run),
     }
     for title, lines in found.items():
         for line in lines if isinstance(lines, list) else [lines]:
@@ -88,15 +87,14 @@ def _count(policy: Policy, trained: bool = False) -> int:
     return sum(p.numel() for p in policy.parameters() if p.requires_grad or not trained)
 
 
-def _iteration(config: Config, infos: list[TaskInfo]) -> dict[str, Any]:
+def _iteration(run: RunSpec, infos: list[TaskInfo]) -> dict[str, Any]:
     """Numbers of an iteration; of whole episodes the most that there can be."""
-    optim = config.optim
-    environments = sum(task.env.num_envs for task in tasks_of(config))
-    samples = environments * rounds_of(config, infos)
+    optim = run.config.optim
+    samples = run.environments * run.rounds(infos)
     minibatch = min(optim.minibatch or samples, samples)
     return {
-        "environments": environments,
-        "samples" if recipe_of(config).rollout == "decisions" else "samples_at_most": samples,
+        "environments": run.environments,
+        "samples_at_most" if run.by_episodes else "samples": samples,
         "epochs": optim.epochs,
         "minibatch": minibatch,
         "micro_batch": min(optim.micro_batch or minibatch, minibatch),
@@ -104,15 +102,14 @@ def _iteration(config: Config, infos: list[TaskInfo]) -> dict[str, Any]:
     }
 
 
-def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, int]:
+def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int]:
     """Memory beside activations, which depend on the micro-batch."""
-    inputs = blank_inputs(policy, infos[0], config.policy.reads)
-    rounds = memory_rounds(config, 0, infos)
-    columns = sum(task.env.num_envs for task in tasks_of(config))
-    shape = MemoryShape(rounds + 1, columns, policy.spec.cameras, longest_instruction(infos))
+    inputs = blank_inputs(policy, infos[0], run.config.policy.reads)
+    rounds = memory_rounds(run, 0, infos)
+    shape = MemoryShape(rounds + 1, run.environments, policy.spec.cameras, longest_instruction(infos))
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
-    frames = nbytes_of(frame_rows(config, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
+    frames = nbytes_of(frame_rows(run, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
     return {
         "weights": sum(p.numel() * p.element_size() for p in policy.parameters()),
         "gradients_and_moments": GRADIENT_AND_MOMENTS * 4 * _count(policy, trained=True),
@@ -121,14 +118,15 @@ def _bytes(config: Config, policy: Policy, infos: list[TaskInfo]) -> dict[str, i
     }
 
 
-def _placement(config: Config) -> dict[str, Any]:
+def _placement(run: RunSpec) -> dict[str, Any]:
+    config = run.config
     if config.plan.mode != "configured" or config.plan.file is not None:
         return {"plan": config.plan.file or f"searched for when the run begins ({config.plan.mode}): `embodied plan`"}
     found: Assignment = configured(
-        config.model_copy(update={"farm": config.farm.model_copy(update={"nodes": ()})}),
+        RunSpec.of(config.model_copy(update={"farm": config.farm.model_copy(update={"nodes": ()})})),
         tuple(sorted(os.sched_getaffinity(0))),
     )
-    if config.runtime.mode == "inline":
+    if run.inline:
         return {"all": "in this process, in order (runtime.mode inline)"}
     workers: dict[str, Any] = {
         "physics_workers": sum(len(farm.physics) for farm in found.farms),

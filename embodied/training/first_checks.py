@@ -13,8 +13,8 @@ from embodied.config.schema import HERE, Config
 from embodied.errors import UserError
 from embodied.reporting.trackers import check_packages
 from embodied.runtime import check_interpreter
-from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import check_episode_groups, physics_workers_of, tasks_of
+from embodied.workflows.run_spec import RunSpec, tasks_of
+from embodied.workflows.sizes import physics_workers_of
 from embodied.workflows.unread import check_unread
 from policies.kinds import WITHOUT_WEIGHTS, check_folders, check_kind
 from sim_farm.catalogue import check_task
@@ -38,8 +38,8 @@ def check_rollouts(config: Config) -> None:
     """Check that the tasks exist, and that environments fill episode groups where the workflow has them."""
     for task in tasks_of(config):
         check_task(task.env.task)
-    if ":" not in config.workflow and recipe_of(config).rollout == "episodes":
-        check_episode_groups(config)
+    if ":" not in config.workflow:
+        RunSpec.of(config).check_episode_groups()
 
 
 def check_settings(config: Config) -> None:
@@ -48,7 +48,7 @@ def check_settings(config: Config) -> None:
     if config.policy.kind in WITHOUT_WEIGHTS:
         raise UserError(nothing_to_learn(config.policy.kind))
     if ":" not in config.workflow:
-        check_unread(config)
+        check_unread(RunSpec.of(config))
 
 
 def nothing_to_learn(kind: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 import policies
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.workflows.context import check_same_sizes, policy_spec, task_spec
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.context import check_same_sizes, policy_spec
+from embodied.workflows.run_spec import task_spec, tasks_of
 from policies.checkpoint import check_into
 from policies.contract import PolicySpec
 from policies.errors import PolicyError

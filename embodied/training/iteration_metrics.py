@@ -8,12 +8,11 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from embodied.config.schema import Config
 from embodied.execution.iteration import Iteration
 from embodied.metric import Metric
 from embodied.rollout.rollout_summary import RolloutSummary
 from embodied.training.checkpoints import RECENT, Position
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import RunSpec
 from sim_farm.catalogue import exact_replay
 
 SHOWN_FAULTS = 3
@@ -55,7 +54,7 @@ METRICS = (
 
 
 def iteration_row(
-    config: Config,
+    run: RunSpec,
     position: Position,
     iteration: Iteration,
     checkpoints: Mapping[str, float],
@@ -74,7 +73,7 @@ def iteration_row(
         "env_steps": position.env_steps,
         "wall_s": position.wall_s,
         "env/episodes": len(episodes),
-        **(_success(config, position, summary) if has_success else {}),
+        **(_success(run, position, summary) if has_success else {}),
         "env/return": float(np.mean(returns)) if returns else nothing,
         "env/return_recent": _mean_of_recent(position.recent_returns),
         "env/episode_len": float(np.mean([e.length for e in episodes])) if episodes else nothing,
@@ -93,12 +92,12 @@ def iteration_row(
     }
 
 
-def _success(config: Config, position: Position, summary: RolloutSummary) -> dict[str, float]:
+def _success(run: RunSpec, position: Position, summary: RolloutSummary) -> dict[str, float]:
     solved = [episode.success for episode in summary.episodes]
     return {
         "env/success_once": float(np.mean(solved)) if solved else math.nan,
         "env/success_recent": _mean_of_recent(position.recent),
-        **_of_tasks(summary, config),
+        **_of_tasks(summary, run),
     }
 
 
@@ -106,9 +105,9 @@ def _mean_of_recent(values: Collection[float]) -> float:
     return float(np.mean(list(values))) if len(values) == RECENT else math.nan
 
 
-def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
+def _of_tasks(summary: RolloutSummary, run: RunSpec) -> dict[str, float]:
     """Success of each task of a run that has several; of one of which no episode ended it is not known."""
-    tasks = [own.env.task for own in tasks_of(config)]
+    tasks = [task.env.task for task in run.tasks]
     if len(tasks) == 1:
         return {}
     solved: dict[str, list[bool]] = {task: [] for task in tasks}
@@ -117,10 +116,10 @@ def _of_tasks(summary: RolloutSummary, config: Config) -> dict[str, float]:
     return {f"env/success_once/{task}": float(np.mean(each)) if each else math.nan for task, each in solved.items()}
 
 
-def left_out(count: int, summary: RolloutSummary, config: Config) -> str:
+def left_out(count: int, summary: RolloutSummary, run: RunSpec) -> str:
     """A note on episodes in which a reward or an observation was not finite, or which a lost worker took with it, and
     which the learner leaves out."""
-    tasks = tasks_of(config)
+    tasks = run.tasks
     ended = [episode for episode in summary.episodes if not np.isfinite(episode.total_reward)]
     unknown = [episode for episode in ended if not episode.fault]
     places = "; ".join(

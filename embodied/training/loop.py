@@ -43,6 +43,7 @@ from embodied.training.interrupts import deferrable_interrupts
 from embodied.training.iteration_metrics import iteration_row, left_out
 from embodied.training.selection import BackgroundError, Selection, free_room
 from embodied.training.watches import BrokenWatch, CollapseWatch, Milestones, StandstillWatch
+from embodied.workflows.run_spec import RunSpec
 from policies.registry import policy_kind
 from sim_farm.workers import faults
 
@@ -52,7 +53,7 @@ Observer = Callable[[IterationEnd, Iteration], None]
 
 
 def train(
-    config: Config,
+    run: RunSpec,
     run_dir: Path,
     session: Session,
     resume_from: Path | None,
@@ -66,8 +67,8 @@ def train(
 
     If the run is interrupted between two updates, the last finished iteration is kept as a checkpoint.
     """
-    begin = time.monotonic()
-    planned = plan_run(config, session, run_dir)
+    begin, config = time.monotonic(), run.config
+    planned = plan_run(run, session, run_dir)
     recovery = Recovery(run_dir)
     selection, metrics = Selection(config, run_dir, session, tracking), MetricsWriter(run_dir, tracking)
     loop = TrainingLoop(config, run_dir, selection, metrics, recovery, session.runtime, callbacks)
@@ -82,7 +83,7 @@ def train(
             building = time.monotonic()
             with recovery.attempt(session, lambda: loop.position.iteration, go_back):
                 faults.point("driver", "start")
-                with start_run(config, run_dir, session, planned.assignment) as workers:
+                with start_run(run, run_dir, session, planned.assignment) as workers:
                     recovery.built()
                     show(workers.memory.describe())
                     selection.move(free_room(planned.assignment, session.cores, accelerators(config.policy.device)))
@@ -231,7 +232,7 @@ class TrainingLoop:
         """Write the iteration's row, with what the callbacks add to it."""
         position = self.position
         row = iteration_row(
-            self.config,
+            self.workers.spec,
             position,
             iteration,
             self.checkpoints.taken(),
@@ -259,7 +260,7 @@ class TrainingLoop:
         """Say what the watches find in the row. Raises `UserError` where every episode is broken."""
         without = ""
         if broken := end.row.get("learner/broken_episodes"):
-            without = left_out(int(broken), iteration.summary, self.config)
+            without = left_out(int(broken), iteration.summary, self.workers.spec)
             self.progress.note(without)
         self._broken.see(end.row)
         self._broken.end(iteration.summary.episodes, without, last=end.iteration == self.config.iterations)

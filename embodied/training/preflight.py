@@ -15,7 +15,14 @@ from typing import Any
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import PRESETS, protocol_of
-from embodied.execution.assignment import Assignment, configured, farm_spec, observation_rows, run_specs
+from embodied.execution.assignment import (
+    FarmAssignment,
+    configured,
+    configured_farm,
+    farm_spec,
+    farm_specs,
+    observation_rows,
+)
 from embodied.execution.policy_workers import check_replicas
 from embodied.execution.run_workers import check_workflow
 from embodied.planning.run_plans import check_plan_files
@@ -27,10 +34,8 @@ from embodied.training.first_checks import nothing_to_learn
 from embodied.training.fitting import check_fits
 from embodied.training.selection import selection_protocol
 from embodied.workflows.checks import check_starts
-from embodied.workflows.context import task_spec
 from embodied.workflows.conventions import check_alike, check_checkpoint, notes_on
-from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import episodes_of, tasks_of
+from embodied.workflows.run_spec import RunSpec, task_spec, tasks_of
 from policies import registry
 from policies.errors import PolicyError
 from sim_farm.catalogue import check_task, problem_file
@@ -48,15 +53,16 @@ def check_run(config: Config) -> None:
 
     Raises `UserError`, `PolicyError` or `FarmError`.
     """
-    check_workflow(recipe_of(config))
+    run = RunSpec.of(config)
+    check_workflow(run.recipe)
     check_components(config)
     check_policy(config)
     check_starts(config)
-    for task in tasks_of(config):
+    for task in run.tasks:
         check_task(task.env.task)
-        _check_problems(task, task.env.task)
-        task_spec(task)
-        episodes_of(task, task.seed)  # whether environments fill episode groups
+        _check_problems(task.config, task.env.task)
+        task_spec(task.config)
+        run.episodes(task)  # whether environments fill episode groups
     check_fits(config, config.policy.init)
 
 
@@ -70,19 +76,20 @@ def check_training(config: Config) -> None:
     check_own_evaluation(config)
     if config.eval.every:
         selection_protocol(config)
-    check_plan_files(config)
+    check_plan_files(RunSpec.of(config))
     _check_frames(config)
     if config.plan.mode == "configured" and config.plan.file is None:
-        assignment = _configured(config)
-        specs = run_specs(config, assignment)
+        run = RunSpec.of(_without_nodes(config))
+        assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))))
+        specs = farm_specs(run, assignment)
         for spec in specs:
             check_spec(spec)
-        check_replicas(config, assignment, sum(spec.groups for spec in specs))
+        check_replicas(len(assignment.components[run.recipe.policy.name]), sum(spec.groups for spec in specs))
 
 
 def check_components(config: Config) -> None:
     """Raise `UserError` for settings that one of the workflow's components cannot work with."""
-    for component in recipe_of(config).components:
+    for component in RunSpec.of(config).recipe.components:
         check = getattr(component.worker_class(), "check", None)
         if check is not None:
             check(config)
@@ -147,7 +154,7 @@ def check_evaluation(config: Config, tasks: Iterable[str], begun: Path | None = 
     task_spec(config)
     check_fits(config, begun)
     num_envs = config.eval.num_envs or config.env.num_envs
-    check_spec(farm_spec(config, EndlessEpisodes(config.seed), _configured(config).farms[0], num_envs))
+    check_spec(farm_spec(config, EndlessEpisodes(config.seed), _configured_farm(config), num_envs))
 
 
 def check_policy(config: Config) -> None:
@@ -203,14 +210,17 @@ def _check_frames(config: Config) -> None:
     to the farm: only a simulator knows their length."""
     cameras = task_spec(config).cameras
     count = cameras if isinstance(cameras, int) else len(cameras)
-    if config.runtime.mode == "inline" or recipe_of(config).rollout != "decisions" or not count:
+    if config.runtime.mode == "inline" or RunSpec.of(config).by_episodes or not count:
         return
-    rows, size = observation_rows(config, config.rollout.decisions), config.env.image_size
+    rows, size = observation_rows(RunSpec.of(config), config.rollout.decisions), config.env.image_size
     name = f"the frame memory (at least {rows:,} rows of {count} x {size} x {size} pixels)"
     memory.require({name: nbytes_of(rows, count, size)})
 
 
-def _configured(config: Config) -> Assignment:
-    """The assignment that the configuration asks for, without the nodes that it names, which may be unknown here."""
-    farm = config.farm.model_copy(update={"nodes": ()})
-    return configured(config.model_copy(update={"farm": farm}), tuple(sorted(os.sched_getaffinity(0))))
+def _without_nodes(config: Config) -> Config:
+    """The configuration without the nodes that it names, which may be unknown here."""
+    return config.model_copy(update={"farm": config.farm.model_copy(update={"nodes": ()})})
+
+
+def _configured_farm(config: Config) -> FarmAssignment:
+    return configured_farm(_without_nodes(config), tuple(sorted(os.sched_getaffinity(0))), {})

@@ -47,8 +47,7 @@ from embodied.runtime.handles import WorkerGroup
 from embodied.training.checkpoints import Unwritten
 from embodied.training.imitator import STAGE as STAGE
 from embodied.training.imitator import Imitator
-from embodied.workflows.context import task_spec
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import task_spec, tasks_of
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import TaskInfo
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from embodied.algorithms.estimators import overlong_limits
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.workflows.recipes import Recipe, recipe_of
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.recipes import Recipe
+from embodied.workflows.run_spec import RunSpec, tasks_of
 from embodied.workflows.unread import check_unread
 from policies.registry import policy_kind
 from sim_farm.contract import TaskInfo
@@ -17,8 +17,9 @@ from sim_farm.contract import TaskInfo
 
 def check_algorithm(config: Config) -> None:
     """Raise `UserError` for such a setting. An estimator or objective of your own may read any of its section."""
-    recipe = recipe_of(config)
-    check_unread(config)
+    run = RunSpec.of(config)
+    recipe = run.recipe
+    check_unread(run)
     _check_critic(config)
     if config.advantage.overlong_margin is not None:
         overlong_limits(config)  # raises where an episode has no limit
@@ -66,7 +67,7 @@ def _compares(config: Config, recipe: Recipe) -> bool:
 # --- tasks, their measure, their starts, ranks
 
 
-def check_measure(config: Config, infos: Sequence[TaskInfo]) -> None:
+def check_measure(run: RunSpec, infos: Sequence[TaskInfo]) -> None:
     """Raise `UserError` where tasks know no success and a setting needs it, or some know it and others do not."""
     without = [info.spec.name for info in infos if not info.has_success]
     if not without:
@@ -77,7 +78,7 @@ def check_measure(config: Config, infos: Sequence[TaskInfo]) -> None:
             f"{without[0]} has no success and is measured by its return, {known[0]} has one: train them in runs of "
             "their own"
         )
-    recipe, advantage = recipe_of(config), config.advantage
+    config, recipe, advantage = run.config, run.recipe, run.config.advantage
     by_outcome = recipe.estimator in ("group_relative", "reinforce")
     for given, needs, remedy in (
         (config.stop_at_success is not None, "stop_at_success", "set stop_at_return in its place"),

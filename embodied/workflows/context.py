@@ -10,28 +10,22 @@ import policies
 from embodied.config.schema import Config
 from embodied.devices import Affinity, find_device, settle
 from embodied.errors import UserError
-from embodied.workflows.recipes import recipe_of
-from embodied.workflows.sizes import randomisation
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy, PolicySpec
 from policies.registry import arguments_of, check_actions, policy_kind
 from sim_farm.client.farm import Farm, FarmAddress
-from sim_farm.contract import TaskInfo, TaskSpec
-
-FINALS = {"never": "never", "truncated": "truncated", "always": "ended"}
-"""Final frames that are drawn, by which of them are valued."""
+from sim_farm.contract import TaskInfo
 
 
 @dataclass(frozen=True)
 class WorkerContext:
     """All that a component's worker is made from."""
 
-    config: Config
+    run: RunSpec
     spec: PolicySpec
     """Sizes of the run's policy."""
     run_dir: Path
     affinity: Affinity
-    seeds: tuple[int, ...] = ()
-    """One for each task."""
     farm: Farm | FarmAddress | None = None
     """For a component that steps the environments."""
     rounds: int = 0
@@ -43,6 +37,10 @@ class WorkerContext:
     shares: bool = False
     """True if the worker will share the policy of another one in its process, and needs none of its own."""
 
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
     def policy(self) -> Policy | None:
         """The run's policy for this worker, unless it will be given one."""
         return None if self.shares else make_policy(self.config, self.spec, device=self.affinity.device)
@@ -50,32 +48,6 @@ class WorkerContext:
     def reach(self) -> Farm:
         assert self.farm is not None, "this component has no farm"
         return Farm.attach(self.farm) if isinstance(self.farm, FarmAddress) else self.farm
-
-
-def task_spec(config: Config) -> TaskSpec:
-    """Specification of the task that the farm simulates. Frames are drawn only if the policy reads them."""
-    env = config.env
-    reads_images = "images" in config.policy.reads
-    if reads_images and not env.cameras:
-        raise UserError("the policy reads images and env.cameras is 0; set env.cameras to 1 or more")
-    return TaskSpec(
-        env.task,
-        env.control_mode,
-        env.reward,
-        env.max_episode_steps,
-        env.cameras if reads_images else 0,
-        env.image_size,
-        env.settle_steps,
-        env.orientation,
-        env.gripper,
-        tokenizer=env.tokenizer_folder,
-        perturbations=randomisation(config),
-    )
-
-
-def bootstrap_of(config: Config) -> str:
-    """Which ended episodes' last observations are valued: none where no critic is trained."""
-    return config.advantage.bootstrap if recipe_of(config).critic else "never"
 
 
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:

@@ -15,8 +15,7 @@ from typing import Any
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.run.saved_settings import recorded_settings, run_of_checkpoint
-from embodied.workflows.context import task_spec
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import task_spec, tasks_of
 from policies.registry import policy_kind
 from sim_farm.contract import TaskInfo
 from sim_farm.conventions import turns

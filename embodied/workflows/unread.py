@@ -10,7 +10,8 @@ from typing import Any
 from embodied.config.files import all_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, shown
-from embodied.workflows.recipes import RECIPES, Recipe, recipe_of
+from embodied.workflows.recipes import RECIPES, Recipe
+from embodied.workflows.run_spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ where something is computed, are not among them: a run inline or by a plan has i
 DEFAULTS = Config()
 
 
-def check_unread(config: Config) -> None:
-    """Raise `UserError` for settings other than their defaults that nothing in the configuration's run reads."""
-    recipe = recipe_of(config)
+def check_unread(run: RunSpec) -> None:
+    """Raise `UserError` for settings other than their defaults that nothing in the run reads."""
+    config, recipe = run.config, run.recipe
     found = []
     for reader in READERS:
         given = [key for key in reader.settings if _value(config, key) != _value(DEFAULTS, key)]

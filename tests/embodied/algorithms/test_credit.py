@@ -23,6 +23,7 @@ from embodied.rollout.rollout_loop import RolloutSettings
 from embodied.training.preflight import check_components
 from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
 from policies.layers import mlp
 from policies.small.gaussian_mlp import GaussianMLP
@@ -170,7 +171,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, tmp_path: Pa
     config, batch = config_of(unit, clip=0.1, value_clip=0.05), make_batch()
     noise = torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(1))
     batch = replace(batch, log_prob=batch.log_prob + 0.2 * noise, value=batch.value + 0.1)
-    learner, expected = Learner(make_policy(), config, tmp_path), make_policy()
+    learner, expected = Learner(make_policy(), RunSpec.of(config), tmp_path), make_policy()
     learner.policy.ratio_tolerance = 10.0  # these ratios are far from one on purpose
     rows = samples_of(batch, gae(batch, config))
     new = expected.evaluate(rows.inputs, rows.trace)
@@ -192,7 +193,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, tmp_path: Pa
 
 
 def test_the_critic_learns_the_returns_of_actions(tmp_path: Path) -> None:
-    learner, batch = Learner(make_policy(), config_of(epochs=30, value_clip=None), tmp_path), make_batch()
+    learner, batch = Learner(make_policy(), RunSpec.of(config_of(epochs=30, value_clip=None)), tmp_path), make_batch()
     first = learner.update(batch, 0)["learner/explained_variance"]
     value = learner.policy.value(batch.inputs).view(T, B, C)
     alive, (_, returns) = alive_actions(batch.executed, C), advantages_of(batch)
@@ -228,7 +229,7 @@ def test_a_rollout_keeps_values_and_rewards_of_actions(tmp_path: Path) -> None:
     assert not batch.step_reward[~alive_actions(batch.executed, C)].any() and batch.step_reward.any()
     assert batch.final_value.shape == (8, 4) and batch.last_value.shape == (4,)
     assert batch.truncated.any() and (batch.final_value[batch.truncated] != 0).all()
-    metrics = Learner(policy, config_of(), tmp_path).update(batch, 0)
+    metrics = Learner(policy, RunSpec.of(config_of()), tmp_path).update(batch, 0)
     assert metrics["learner/first_ratio_error"] < 1e-5 and metrics["learner/skipped_steps"] == 0
 
 

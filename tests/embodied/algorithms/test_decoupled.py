@@ -22,6 +22,7 @@ from embodied.learning.update import OffPolicy
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import make_policy
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import PolicySpec, actor_parameters
 from tests.embodied.support.copied_out import copied_out
 from tests.embodied.support.runs import GROUPS, STATES, assigned, inline, kept_in
@@ -32,7 +33,7 @@ def gathered(settings: dict[str, Any], session: Session, folder: Path) -> tuple[
     optim = {**settings["optim"], "epochs": 1, "minibatch": 0, "max_grad_norm": 1e9}
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config({**settings, "optim": optim}, "test"))
-    with start_run(config, folder, session, inline(assigned())) as workers:
+    with start_run(RunSpec.of(config), folder, session, inline(assigned())) as workers:
         workers.begin(None, 0)
         if settings is GROUPS:
             workers.rollout_worker.call(RolloutRole.rollout_episodes, EpisodePart(0, 4), 1, 60.0)
@@ -48,7 +49,7 @@ def moved_learner(config: Config, folder: Path, by: float) -> Learner:
     with torch.no_grad():
         for parameter in actor_parameters(policy):
             parameter.add_(by * torch.randn(parameter.shape, generator=generator))
-    return Learner(policy, config, folder)
+    return Learner(policy, RunSpec.of(config), folder)
 
 
 @pytest.mark.parametrize("settings", [STATES, GROUPS], ids=["decisions", "episodes"])

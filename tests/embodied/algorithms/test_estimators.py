@@ -29,7 +29,8 @@ from embodied.training import loop as training
 from embodied.trajectories.batch import TensorDecisions, Trajectories
 from embodied.workflows import recipes as workflows
 from embodied.workflows.recipes import GRPO, PPO, recipe_of
-from embodied.workflows.sizes import groups_suffice, streams, workflow_of
+from embodied.workflows.run_spec import RunSpec
+from embodied.workflows.sizes import workflow_of
 from policies.contract import Inputs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -243,27 +244,27 @@ def grpo(images: bool = False, episodes_per_env: int = 1, **advantage: Any) -> C
 
 
 def test_the_learner_begins_early_only_where_its_update_is_a_sum_over_parts() -> None:
-    assert groups_suffice(grpo()) and streams(grpo())
-    assert not groups_suffice(grpo(scale="batch")) and not streams(grpo(scale="batch"))
+    assert RunSpec.of(grpo()).groups_suffice and RunSpec.of(grpo()).streams
+    assert not RunSpec.of(grpo(scale="batch")).groups_suffice and not RunSpec.of(grpo(scale="batch")).streams
     for change in ({"epochs": 2, "minibatch": 0}, {"epochs": 1, "minibatch": 64}):
         other = grpo().model_copy(update={"optim": Config().optim.model_copy(update=change)})
-        assert groups_suffice(other) and not streams(other)
+        assert RunSpec.of(other).groups_suffice and not RunSpec.of(other).streams
     ppo = parse_config({"optim": {"epochs": 1, "minibatch": 0}}, "test")
-    assert not groups_suffice(ppo) and not streams(ppo)
+    assert not RunSpec.of(ppo).groups_suffice and not RunSpec.of(ppo).streams
 
 
 def test_a_workflow_has_the_configurations_sizes() -> None:
-    flow = workflow_of(grpo(episodes_per_env=2), max_episode_steps=[50])
+    flow = workflow_of(RunSpec.of(grpo(episodes_per_env=2)), max_episode_steps=[50])
     assert flow.items == 24 and flow.episodes_per_env == 2
     (loop,) = flow.loops
     assert loop.steps == 13 and loop.components == ("physics", "policy")
     last = next(edge for edge in flow.edges if edge.target == "learner")
     assert (last.flow, last.unit) == ("micro_batch", 3)
     assert {(edge.source, edge.target) for edge in flow.edges} == {("physics", "policy"), ("policy", "learner")}
-    drawn = workflow_of(grpo(images=True), max_episode_steps=[50])
+    drawn = workflow_of(RunSpec.of(grpo(images=True)), max_episode_steps=[50])
     assert drawn.names == ("physics", "render", "policy", "learner")
     assert {edge.source for edge in drawn.edges} == {"physics", "render", "policy"}
-    late = workflow_of(grpo(scale="batch"), max_episode_steps=[50])
+    late = workflow_of(RunSpec.of(grpo(scale="batch")), max_episode_steps=[50])
     assert next(edge for edge in late.edges if edge.target == "learner").flow == "barrier"
 
 
@@ -317,7 +318,11 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
     monkeypatch.syspath_prepend(str(tmp_path))
     changes: dict[str, Any] = {"iterations": 15, "runtime": {"mode": "inline"}}
     config = parse_config({**config.model_dump(), **changes, "seed": 1}, "test")
-    assert recipe_of(config).name == "my_reinforce" and not groups_suffice(config) and not streams(config)
+    assert (
+        recipe_of(config).name == "my_reinforce"
+        and not RunSpec.of(config).groups_suffice
+        and not RunSpec.of(config).streams
+    )
 
     reinforce = importlib.import_module("my_package.my_module").reinforce
     batch = make_batch()
@@ -332,7 +337,7 @@ def test_the_pages_own_workflow_is_what_it_says_and_learns(tmp_path: Path, monke
 
     prepare_run(config, tmp_path / "run", resume=False)
     with open_session(config) as session:
-        training.train(config, tmp_path / "run", session, None)
+        training.train(RunSpec.of(config), tmp_path / "run", session, None)
     history = read(tmp_path / "run")
     before, after = (np.mean([row["env/return"] for row in part]) for part in (history[:3], history[-3:]))
     assert before < 0.3 and after > before + 0.3, f"mean return {before:.2f}, then {after:.2f}"
@@ -356,7 +361,7 @@ def test_the_pages_own_component_charges_for_env_steps(tmp_path: Path, monkeypat
         folder = tmp_path / recipe_of(config).name
         prepare_run(config, folder, resume=False)
         with open_session(config) as session:
-            training.train(config, folder, session, None)
+            training.train(RunSpec.of(config), folder, session, None)
         (rows[recipe_of(config).name],) = read(folder)
     plain, charged = rows["ppo"], rows["ppo_step_cost"]
     assert charged["time/step_cost_s"] >= 0 and "time/step_cost_s" not in plain

@@ -23,6 +23,7 @@ from embodied.reporting.runs_page import write_runs_page
 from embodied.run import checkpoint
 from embodied.workflows.checks import check_measure
 from embodied.workflows.context import policy_spec
+from embodied.workflows.run_spec import RunSpec
 from policies import PolicyError
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
@@ -126,8 +127,8 @@ def test_what_needs_success_is_refused(changes: dict[str, Any], message: str) ->
     with closing(make_physics(TaskSpec("gymnasium/CartPole-v1"))) as physics:
         info = physics.info
     with pytest.raises(UserError, match=f"CartPole-v1 has no success, which {message}"):
-        check_measure(config_of(**changes), [info])
-    check_measure(config_of(workflow="grpo", advantage={"outcome": "return"}), [info])
+        check_measure(RunSpec.of(config_of(**changes)), [info])
+    check_measure(RunSpec.of(config_of(workflow="grpo", advantage={"outcome": "return"})), [info])
 
 
 def test_a_run_that_needs_success_is_refused_before_it_trains(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_tasks_with_and_without_success_are_not_trained_together() -> None:
     one = TaskInfo(TaskSpec("a/without"), 1, (-1.0,), (1.0,), 0, 3, 0, (), 9, 1.0, has_success=False)
     other = TaskInfo(TaskSpec("a/with"), 1, (-1.0,), (1.0,), 0, 3, 0, (), 9, 1.0)
     with pytest.raises(UserError, match="a/without has no success .* a/with has one"):
-        check_measure(config_of(), [other, one])
+        check_measure(RunSpec.of(config_of()), [other, one])
 
 
 def test_a_policy_that_says_real_numbers_is_refused_where_actions_are_choices() -> None:

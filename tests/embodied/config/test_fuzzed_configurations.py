@@ -22,6 +22,7 @@ from embodied.learning.success_classifier import SuccessClassifier
 from embodied.planning.clusters import read_cluster
 from embodied.planning.profiler import work_of
 from embodied.planning.run_plans import checked_profile, sized_workflow
+from embodied.workflows.run_spec import RunSpec
 from schedulers import PlanError
 from tests.fuzzing import mutation
 from tests.fuzzing.folders import Damaged
@@ -118,7 +119,7 @@ def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> No
     whole = load_config("reach").model_dump(mode="json")
     whole["env"]["num_envs"], whole["rollout"]["decisions"] = 4, 8
     config = parse_config(whole, "test")
-    workflow, file = sized_workflow(config), tmp_path / "profile.json"
+    workflow, file = sized_workflow(RunSpec.of(config)), tmp_path / "profile.json"
     profile = json.loads(MEASURED.read_text())
     profile["fingerprint"] |= work_of(config)
     measured = {key: json.loads(text) for key, text in work_of(config).items()}
@@ -129,7 +130,9 @@ def test_damaged_profiles_of_a_configuration(cases: range, tmp_path: Path) -> No
         file.write_bytes(mutation.as_json(rng, {**profile, "fingerprint": {**profile["fingerprint"], **chosen}}))
         return file
 
-    holds(cases, damaged, lambda path: checked_profile(path, config, workflow, True), (UserError, PlanError))
+    holds(
+        cases, damaged, lambda path: checked_profile(path, RunSpec.of(config), workflow, True), (UserError, PlanError)
+    )
 
 
 @few_or_many(10, 10_000)

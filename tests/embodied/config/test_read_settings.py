@@ -23,6 +23,7 @@ from embodied.metric import undeclared
 from embodied.reporting import metrics
 from embodied.training.declared_metrics import COUNTS, TRAINING
 from embodied.workflows.recipes import PPO, RECIPES
+from embodied.workflows.run_spec import RunSpec
 from embodied.workflows.unread import DEFAULTS, READERS, VERBS, changed_settings, check_read, check_unread
 from tests.variants import often
 
@@ -115,7 +116,7 @@ def test_a_setting_is_read_or_refused(workflow: str, read: set[str], tmp_path: P
 @pytest.mark.parametrize("workflow", sorted(OF_WORKFLOWS))
 def test_what_a_workflow_does_not_read_is_named_with_a_remedy(workflow: str) -> None:
     plain, recipe = config_of(workflow), RECIPES[workflow]
-    check_unread(plain)
+    check_unread(RunSpec.of(plain))
     for reader in READERS:
         if not reader.there(plain, recipe):
             for key in reader.settings:
@@ -125,7 +126,7 @@ def test_what_a_workflow_does_not_read_is_named_with_a_remedy(workflow: str) -> 
                 with pytest.raises(
                     UserError, match=f"{key} is .* has no {reader.name}, .*set workflow|{reader.remedy}"
                 ):
-                    check_unread(parse_config(data, "test"))
+                    check_unread(RunSpec.of(parse_config(data, "test")))
 
 
 def test_every_reader_is_had_somewhere() -> None:
@@ -137,7 +138,7 @@ def test_every_reader_is_had_somewhere() -> None:
 def test_one_message_names_all_of_them() -> None:
     changes = {"advantage": {"gamma": 0.9, "lam": 0.9}, "loss": {"value_coef": 1.0}}
     with pytest.raises(UserError) as caught:
-        check_unread(config_of("grpo", **changes))
+        check_unread(RunSpec.of(config_of("grpo", **changes)))
     for key in (
         "advantage.gamma is 0.9 and advantage.lam is 0.9",
         "--advantage.gamma 0.99 --advantage.lam 0.95",
@@ -148,7 +149,9 @@ def test_one_message_names_all_of_them() -> None:
 
 def test_an_estimator_of_ones_own_may_read_what_it_likes() -> None:
     check_unread(
-        parse_config({"workflow": f"{__name__}:OWN", "advantage": {"scale": "batch", "baseline": "group"}}, "test")
+        RunSpec.of(
+            parse_config({"workflow": f"{__name__}:OWN", "advantage": {"scale": "batch", "baseline": "group"}}, "test")
+        )
     )
 
 

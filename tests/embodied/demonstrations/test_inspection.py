@@ -33,7 +33,7 @@ from embodied.demonstrations.mixture import (
 )
 from embodied.errors import UserError
 from embodied.training.sft import imitate, read_demonstrations
-from embodied.workflows.context import task_spec
+from embodied.workflows.run_spec import task_spec
 from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.registry import make_physics

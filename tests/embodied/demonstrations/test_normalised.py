@@ -17,7 +17,7 @@ from embodied.config.files import load_config, parse_config, with_settings
 from embodied.demonstrations.normalised import check_normalised
 from embodied.errors import UserError
 from embodied.training.sft import imitate
-from embodied.workflows.context import task_spec
+from embodied.workflows.run_spec import task_spec
 from policies.capabilities import Normalised
 from policies.contract import Inputs, PolicySpec
 from policies.openvla.normalisation import Statistics

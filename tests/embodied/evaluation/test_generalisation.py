@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from embodied.commands.report import report_runs
-from embodied.config.schema import event_of
+from embodied.config.schema import Config, event_of
 from embodied.errors import UserError
 from embodied.evaluation.conditions import by_condition, differing_pairs, unperturbed
 from embodied.evaluation.folder import EPISODES
 from embodied.evaluation.protocol import as_data, from_data, protocol_of
 from embodied.reporting.conditions import read_conditions
-from embodied.workflows.sizes import episodes_of
+from embodied.workflows.run_spec import RunSpec
 from sim_farm.contract import FarmError
+from sim_farm.episodes import Episodes
 from tests.embodied.support import evaluations
 from tests.embodied.support.evaluations import RANDOM, assert_same_episodes, config, evaluated, refusal, trained
 from tests.variants import often
@@ -198,16 +199,21 @@ def test_two_policies_are_compared_under_every_condition(perturbed: Path, tmp_pa
 # --- training
 
 
+def training_episodes(config: Config) -> Episodes:
+    run = RunSpec.of(config)
+    return run.episodes(run.tasks[0])
+
+
 def test_training_draws_from_the_axes_and_evaluation_does_not(tmp_path: Path) -> None:
     env = {"randomise": ["start", "objects"], "randomise_levels": "1,2"}
     settings = config(env=env)
-    drawn = {episodes_of(settings, 1).spec(0, n).perturbation for n in range(100)}  # type: ignore[union-attr]
+    drawn = {training_episodes(settings).spec(0, n).perturbation for n in range(100)}  # type: ignore[union-attr]
     assert drawn == {None, 0, 1, 2, 3}
     assert {spec.perturbation for spec in protocol_of(settings).episodes("tabletop/reach")} == {None}
     with pytest.raises(UserError, match="no axis is randomised"):
-        episodes_of(config(env={"randomise_levels": "1,2"}), 1)
+        training_episodes(config(env={"randomise_levels": "1,2"}))
     with pytest.raises(FarmError, match="reads images"):
-        episodes_of(config(env={"randomise": ["noise"]}), 1)
+        training_episodes(config(env={"randomise": ["noise"]}))
 
 
 @pytest.mark.slow

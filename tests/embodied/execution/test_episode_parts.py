@@ -11,7 +11,7 @@ from embodied.errors import UserError
 from embodied.execution.roles import RolloutRole
 from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
-from embodied.workflows.sizes import episodes_of
+from embodied.workflows.run_spec import RunSpec
 from tests.embodied.support import episode_parts
 from tests.embodied.support.episode_parts import (
     CHUNK,
@@ -133,4 +133,4 @@ def test_environments_that_do_not_make_groups_are_refused(tmp_path: Path) -> Non
     with pytest.raises(
         UserError, match="10 environments of tabletop/reach do not make episode groups of 4; set env.num_envs to 8"
     ):
-        episodes_of(config, 0)
+        RunSpec.of(config).check_episode_groups()

@@ -17,6 +17,7 @@ from embodied.execution.iteration import Iteration, start_run
 from embodied.execution.session import Session, open_session
 from embodied.runtime.handles import rank_names
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.workflows.run_spec import RunSpec
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from tests.embodied.learning.test_learner_ranks import GROUPS, STATES, Run, assert_near, run, with_optim
 from tests.embodied.support.runs import CORES, assigned, inline
@@ -104,9 +105,9 @@ def test_a_rank_that_waits_acts_with_its_own_policy(
     plan = Plan("ppo", "collocated", (rolling, Phase((Placement(("learner",), gpus[1]),), 8)), (2,), unload=True)
     settings = {**STATES, **ENVS, "policy": {**STATES["policy"], "device": "cpu"}}
     config = parse_config(settings, "test")
-    placed = assign(plan, config, tuple(CORES))
+    placed = assign(plan, RunSpec.of(config), tuple(CORES))
     assert placed.hosts == hosts
-    with start_run(config, tmp_path, ray, placed) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, placed) as workers:
         assert workers.weight_sync.path.endswith(path)
         for replica, host in enumerate(hosts):
             mine, ranks = workers.acting.some([replica]), [workers.learner.some([i]) for i in range(learner[1])]

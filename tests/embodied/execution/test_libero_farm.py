@@ -19,6 +19,7 @@ from embodied.execution.assignment import HERE, Assignment, FarmAssignment
 from embodied.execution.iteration import start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session, open_session
+from embodied.workflows.run_spec import RunSpec
 from sim_farm.client.observations import Observations
 from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Starts
@@ -110,7 +111,7 @@ def test_ten_tasks_are_decided_for_by_one_copy_of_the_weights(tmp_path: Path) ->
     before = {id(parameter) for parameter in living_parameters()}
     farm = FarmAssignment(1, (None,), (HERE,))
     place = Assignment("inline", (farm,) * 10, {"policy": (Affinity(),), "learner": (Affinity(),)}, hosts=(0,))
-    with open_session(config) as session, start_run(config, tmp_path, session, place) as workers:
+    with open_session(config) as session, start_run(RunSpec.of(config), tmp_path, session, place) as workers:
         workers.begin(None, 0)
         one = workers.iterate(0)
         own = list(workers.learner.call(LearnerRole.own_policy).parameters())

@@ -22,6 +22,7 @@ from embodied.execution.session import Session, open_session
 from embodied.learning.learner import Learner
 from embodied.learning.offload import Offload
 from embodied.run import checkpoint
+from embodied.workflows.run_spec import RunSpec
 
 ITERATIONS = 3
 CONFIG = parse_config(
@@ -224,7 +225,7 @@ def tensors_of(folder: Path) -> dict[str, bytes]:
 
 
 def run(session: Session, assignment: Assignment, folder: Path, config: Config = CONFIG) -> Run:
-    with start_run(config, folder, session, assignment) as workers:
+    with start_run(RunSpec.of(config), folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(ITERATIONS)]
         kept = save(workers, folder, ITERATIONS, iterations[-1].environments)
@@ -283,7 +284,7 @@ def test_renderers_leave_before_the_learner_returns_and_are_back_for_the_next_ro
 
 def test_renderers_are_away_while_a_checkpoint_is_written(session: Session, tmp_path: Path) -> None:
     """The learner is here then, and needs the room."""
-    with start_run(PICTURES, tmp_path, session, placed(unload=True, one_process=True)) as workers:
+    with start_run(RunSpec.of(PICTURES), tmp_path, session, placed(unload=True, one_process=True)) as workers:
         workers.begin(None, 0)
         first = workers.iterate(0)
         assert workers.farm.tasks[0].slots["left"].all()
@@ -297,13 +298,13 @@ def test_a_checkpoint_written_while_away_is_complete_and_can_be_gone_on_from(
     one_process: bool, session: Session, stayed: Run, tmp_path: Path
 ) -> None:
     assignment = placed(unload=True, one_process=one_process)
-    with start_run(CONFIG, tmp_path, session, assignment) as workers:
+    with start_run(RunSpec.of(CONFIG), tmp_path, session, assignment) as workers:
         workers.begin(None, 0)
         first = workers.iterate(0, drain=True)
         assert not any(p.numel() for p in moments(workers)), "the optimiser's state is here: this tests nothing"
         kept = save(workers, tmp_path, 1, first.environments)
         assert not any(p.numel() for p in moments(workers)), "saving brought it back for good"
-    with start_run(CONFIG, tmp_path, session, assignment) as workers:
+    with start_run(RunSpec.of(CONFIG), tmp_path, session, assignment) as workers:
         workers.load(kept)
         workers.begin(checkpoint.read_environments(kept), 1)
         last = [workers.iterate(number) for number in range(1, ITERATIONS)][-1]

@@ -20,6 +20,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, assign
 from embodied.planning.clusters import leaving_home, planned_for, with_stand_ins
 from embodied.planning.profiler import work_of
+from embodied.workflows.run_spec import RunSpec
 from embodied.workflows.sizes import workflow_of
 from schedulers import (
     Cluster,
@@ -57,7 +58,7 @@ def config_of(device: str = "cpu", **sections: Any) -> Config:
 
 
 CONFIG = config_of()
-WORKFLOW = leaving_home(workflow_of(CONFIG, [8]))
+WORKFLOW = leaving_home(workflow_of(RunSpec.of(CONFIG), [8]))
 
 
 def gpus(node: str, first: int, count: int = 1) -> DeviceRange:
@@ -77,7 +78,7 @@ def plan_of(*phases: Places, groups: int = 2) -> Plan:
 def on_all(plan: Plan, config: Config = CONFIG) -> Assignment:
     """Of a plan that is valid on the four nodes."""
     schedulers.validate(plan, WORKFLOW, FOUR)
-    return assign(plan, config, CORES, NODES)
+    return assign(plan, RunSpec.of(config), CORES, NODES)
 
 
 PHYSICS: Places = {("physics",): (DeviceRange("here", "cores", 0, 2),)}
@@ -165,9 +166,9 @@ def test_nodes_that_are_not_there_are_named_at_once() -> None:
         {("learner",): (gpus("here", 0),)},
     )
     with pytest.raises(UserError, match="the nodes gone, lost of the plan have left the cluster, or never"):
-        assign(plan, CONFIG, CORES, NODES)
+        assign(plan, RunSpec.of(CONFIG), CORES, NODES)
     with pytest.raises(UserError, match="the node far1 of the plan has left the cluster"):
-        assign(plan_of({**PHYSICS, ("policy", "learner"): (gpus("far1", 0),)}), CONFIG, CORES)
+        assign(plan_of({**PHYSICS, ("policy", "learner"): (gpus("far1", 0),)}), RunSpec.of(CONFIG), CORES)
 
 
 @pytest.mark.parametrize("where", [(gpus("here", 0, 2),), (gpus("far1", 0),)])
@@ -175,7 +176,7 @@ def test_what_trajectories_pass_through_is_one_process_here(where: tuple[DeviceR
     config = config_of(workflow="ppo_reference")
     plan = plan_of({**PHYSICS, ("policy", "learner"): (gpus("here", 3),), ("reference",): where})
     with pytest.raises(UserError, match="the plan (gives reference 2 accel|puts reference on far1)"):
-        assign(plan, config, CORES, NODES)
+        assign(plan, RunSpec.of(config), CORES, NODES)
 
 
 # --- whatever is valid is assigned
@@ -217,7 +218,7 @@ def test_whatever_is_valid_is_assigned_instance_by_instance(seed: int) -> None:
     except PlanError as error:
         assert "do not divide" in str(error)  # of physics alone: the devices were drawn freely
         return
-    found = assign(plan, CONFIG, CORES, NODES)
+    found = assign(plan, RunSpec.of(CONFIG), CORES, NODES)
     assert schedulers.from_data(Plan, json.loads(json.dumps(schedulers.to_data(plan)))) == plan
     for phase in plan.phases:
         for placement in phase.placements:
@@ -262,12 +263,12 @@ def profile_of() -> Profile:
 
 
 def test_the_planner_uses_other_nodes_accelerators_and_assign_runs_its_plan() -> None:
-    profile, plain = profile_of(), workflow_of(CONFIG, [8])
+    profile, plain = profile_of(), workflow_of(RunSpec.of(CONFIG), [8])
     workflow = planned_for(plain, profile, FOUR)
     assert workflow == WORKFLOW
     best = schedulers.plan(workflow, profile, FOUR)
     schedulers.validate(best, workflow, FOUR, profile)
-    found = assign(best, CONFIG, CORES, NODES)
+    found = assign(best, RunSpec.of(CONFIG), CORES, NODES)
     assert len(found.components["learner"]) == 32 and len({a.node for a in found.components["learner"]}) == 4
     # Where nothing computes on accelerators elsewhere, policy and learner stay at home.
     assert planned_for(plain, profile, replace(FOUR, nodes=(FOUR.nodes[0], Node("far1", 16)))) == plain
@@ -282,8 +283,8 @@ def test_ranks_act_while_they_wait_where_that_is_planned_to_be_faster() -> None:
     learner = replace(profile.components["learner"], points=points, data_parallel=False, shares_weights=True)
     profile = replace(profile, components={**profile.components, "learner": learner})
     cluster = replace(FOUR, nodes=FOUR.nodes[:1])
-    best = schedulers.plan(planned_for(workflow_of(CONFIG, [8]), profile, cluster), profile, cluster)
-    found = assign(best, CONFIG, CORES, NODES)
+    best = schedulers.plan(planned_for(workflow_of(RunSpec.of(CONFIG), [8]), profile, cluster), profile, cluster)
+    found = assign(best, RunSpec.of(CONFIG), CORES, NODES)
     assert len(found.components["learner"]) == 4
     assert found.hosts == (0, 1, 2, 3, None, None, None, None)
 
@@ -297,7 +298,7 @@ def test_the_cpu_stands_in_for_a_plans_accelerators_only_where_it_is_the_device(
     assert with_stand_ins(machines, plan, "auto") == machines
     with pytest.raises(PlanError, match="has no accelerators"):
         schedulers.validate(plan, WORKFLOW, machines)
-    rooted: Workflow = workflow_of(CONFIG, [8])
+    rooted: Workflow = workflow_of(RunSpec.of(CONFIG), [8])
     with pytest.raises(PlanError, match="only physics may leave node 'here'"):
         schedulers.validate(plan, rooted, stood_in)
 

@@ -23,7 +23,7 @@ from embodied.execution.session import Session, open_session
 from embodied.learning.scorers import Scorer
 from embodied.planning import profiler as profiling
 from embodied.planning.clusters import local_cluster
-from embodied.planning.profiler import profile_config
+from embodied.planning.profiler import profile_run
 from embodied.planning.run_plans import sized_workflow
 from embodied.reporting.metrics import read
 from embodied.run.folder import prepare_run
@@ -31,6 +31,7 @@ from embodied.training import loop as training
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import GRPO, PPO, WorkflowComponent, passing
 from embodied.workflows.context import WorkerContext
+from embodied.workflows.run_spec import RunSpec
 from schedulers import DeviceRange, Phase, Placement, Plan, Profile
 
 CORES = tuple(sorted(os.sched_getaffinity(0))[:2])
@@ -98,7 +99,7 @@ def test_a_component_of_ones_own_is_measured_planned_and_predicted(
     extra_tasks: list[Any], here: Session, tmp_path: Path
 ) -> None:
     config = parse_config({**SETTINGS, "extra_tasks": extra_tasks}, "test")
-    profile, workflow = profile_config(config, here, tmp_path), sized_workflow(config)
+    profile, workflow = profile_run(RunSpec.of(config), here, tmp_path), sized_workflow(RunSpec.of(config))
     judged, items = profile.components["judge"], ENVS * (1 + len(extra_tasks))
     assert list(profile.components) == list(workflow.names) and workflow.names[-2:] == ("judge", "learner")
     assert {(p.batch, p.devices) for p in judged.points} == {
@@ -129,7 +130,7 @@ def run(settings: dict[str, Any], folder: Path) -> Path:
     config = parse_config(settings, "test")
     found = prepare_run(config, folder, resume=False)
     with open_session(config) as session:
-        training.train(config, folder, replace(session, cores=CORES), found)
+        training.train(RunSpec.of(config), folder, replace(session, cores=CORES), found)
     return folder
 
 
@@ -141,9 +142,9 @@ def by_plan(micro_batch: int, here: Session, folder: Path) -> tuple[Iteration, d
     config: Config = parse_config(GROUPS, "test")
     place = Placement(("physics", "policy", "judge", "learner"), (DeviceRange("here", "cores", 0, 1),))
     plan = Plan("judged_groups", "collocated", (Phase((place,), micro_batch),))
-    schedulers.validate(plan, sized_workflow(config), local_cluster(1))
+    schedulers.validate(plan, sized_workflow(RunSpec.of(config)), local_cluster(1))
     folder.mkdir()
-    with start_run(config, folder, here, assign(plan, config, CORES)) as workers:
+    with start_run(RunSpec.of(config), folder, here, assign(plan, RunSpec.of(config), CORES)) as workers:
         workers.begin(None, 0)
         iteration = workers.iterate(0)
         weights = workers.learner.call(LearnerRole.weights)

@@ -22,6 +22,7 @@ from embodied.runtime.api import RuntimeLost
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import checkpoints
 from embodied.training.loop import train
+from embodied.workflows.run_spec import RunSpec
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import FarmError
 from sim_farm.workers import faults
@@ -56,9 +57,9 @@ def run(config: Config, folder: Path, shared: RayRuntime | None = None) -> dict[
     """The result of a run in a Ray of its own, or in the one that is shared."""
     prepare_run(config, folder, False)
     if shared is not None:
-        return train(config, folder, Session(config, shared, tuple(sorted(os.sched_getaffinity(0)))), None)
+        return train(RunSpec.of(config), folder, Session(config, shared, tuple(sorted(os.sched_getaffinity(0)))), None)
     with open_session(config) as session:
-        return train(config, folder, session, None)
+        return train(RunSpec.of(config), folder, session, None)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import schedulers
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.errors import UserError
-from embodied.execution.assignment import Assignment, assign, configured, run_specs
+from embodied.execution.assignment import Assignment, assign, configured, farm_specs
 from embodied.execution.iteration import start_run
 from embodied.execution.session import Session, open_session
 from embodied.learning.learner import TrainedBytes
@@ -26,6 +26,7 @@ from embodied.planning import profiler as profiling
 from embodied.planning.probes import GpuDrawing, drawers_of, probes_of
 from embodied.planning.profiler import Measured, Probed
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.workflows.run_spec import RunSpec
 from embodied.workflows.sizes import workflow_of
 from schedulers import Plan
 from tests.embodied.support.pretend_device import PretendDevice
@@ -65,46 +66,52 @@ def test_without_a_plan_replicas_and_ranks_are_dealt_out_over_the_gpus(two_gpus:
     config = config_of("auto", optim={"ranks": 2})
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"replicas": 3})})
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"mode": "ray"})})
-    found = configured(config, CORES).components
+    found = configured(RunSpec.of(config), CORES).components
     assert [place.device for place in found["policy"]] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [place.device for place in found["learner"]] == ["cuda:0", "cuda:1"]
 
 
 def test_a_render_worker_is_on_each_accelerator_that_the_plan_gives(two_gpus: None) -> None:
-    both = assign(planned("here:accelerators:0-1"), config_of("auto"), CORES).farms[0]
+    both = assign(planned("here:accelerators:0-1"), RunSpec.of(config_of("auto")), CORES).farms[0]
     assert (both.render, both.devices) == ((None, None), (0, 1))
-    second = assign(planned("here:accelerators:1"), config_of("auto"), CORES).farms[0]
+    second = assign(planned("here:accelerators:1"), RunSpec.of(config_of("auto")), CORES).farms[0]
     assert (second.render, second.devices) == ((None,), (1,))
-    named = assign(planned("here:accelerators:0"), config_of("cuda:1"), CORES).farms[0]
+    named = assign(planned("here:accelerators:0"), RunSpec.of(config_of("cuda:1")), CORES).farms[0]
     assert named.devices == (1,), "accelerators are those that policy.device leaves"
-    (spec,) = run_specs(config_of("auto"), assign(planned("here:accelerators:0-1"), config_of("auto"), CORES))
+    (spec,) = farm_specs(
+        RunSpec.of(config_of("auto")), assign(planned("here:accelerators:0-1"), RunSpec.of(config_of("auto")), CORES)
+    )
     assert (spec.render_workers, spec.devices) == (2, (0, 1))
 
 
 def test_on_cores_frames_are_drawn_in_software_although_there_are_gpus(two_gpus: None) -> None:
-    split = assign(planned("here:cores:1"), config_of("auto"), CORES).farms[0]
+    split = assign(planned("here:cores:1"), RunSpec.of(config_of("auto")), CORES).farms[0]
     assert (split.render, split.devices) == ((CORES[1 % len(CORES)],), ("cpu",))
-    fused = assign(planned("", fused=True), config_of("auto"), CORES).farms[0]
+    fused = assign(planned("", fused=True), RunSpec.of(config_of("auto")), CORES).farms[0]
     assert (fused.render, fused.devices) == ((), ("cpu",))
 
 
 def test_an_accelerator_that_is_not_there_is_refused_where_there_are_others(two_gpus: None) -> None:
     with pytest.raises(UserError, match=r"puts render on accelerator 2; policy.device leaves cuda:0, cuda:1"):
-        assign(planned("here:accelerators:1-2"), config_of("auto"), CORES)
+        assign(planned("here:accelerators:1-2"), RunSpec.of(config_of("auto")), CORES)
 
 
 def test_without_gpus_workers_on_accelerators_draw_as_the_configuration_says() -> None:
-    found = assign(planned("here:accelerators:0-1"), config_of("cpu"), CORES).farms[0]
+    found = assign(planned("here:accelerators:0-1"), RunSpec.of(config_of("cpu")), CORES).farms[0]
     assert (found.render, found.devices) == ((None, None), ())
-    named = assign(planned("here:accelerators:0-1"), config_of("cpu", farm={"devices": "cpu"}), CORES).farms[0]
+    named = assign(
+        planned("here:accelerators:0-1"), RunSpec.of(config_of("cpu", farm={"devices": "cpu"})), CORES
+    ).farms[0]
     assert named.devices == ("cpu",)
 
 
 def test_without_a_plan_farm_devices_says_it() -> None:
-    devices = [configured(config_of(farm=farm), CORES).farms[0].devices for farm in ({}, {"devices": "cpu"})]
+    devices = [
+        configured(RunSpec.of(config_of(farm=farm)), CORES).farms[0].devices for farm in ({}, {"devices": "cpu"})
+    ]
     assert devices == [(), ("cpu",)]
     several = config_of(farm={"devices": [1, 0], "render_workers": 2})
-    assert configured(several, CORES).farms[0].devices == (1, 0)
+    assert configured(RunSpec.of(several), CORES).farms[0].devices == (1, 0)
     with pytest.raises(UserError, match=r"farm.devices"):
         config_of(farm={"devices": "cuda"})
 
@@ -121,7 +128,7 @@ def ray(ray_runtime: RayRuntime) -> Session:
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", often(("here:accelerators:0-1",), ("here:accelerators:0", "here:accelerators:0-1")))
 def test_frames_of_workers_on_accelerators_are_those_of_one_process(devices: str, ray: Session, tmp_path: Path) -> None:
-    assignment = assign(planned(devices), config_of("cpu"), CORES)
+    assignment = assign(planned(devices), RunSpec.of(config_of("cpu")), CORES)
     found = run(IMAGES, ray, assignment, tmp_path / "ray")
     assert_was_a_test(found)
     with open_session(parse_config({"runtime": {"mode": "inline"}}, "test")) as here:
@@ -131,8 +138,8 @@ def test_frames_of_workers_on_accelerators_are_those_of_one_process(devices: str
 
 @pytest.mark.slow
 def test_a_device_that_is_requested_draws_the_same_and_has_processes_of_its_own(ray: Session, tmp_path: Path) -> None:
-    plain = assign(planned("here:accelerators:0"), config_of("cpu"), CORES)
-    on_cpu = assign(planned("here:accelerators:0"), config_of("cpu", farm={"devices": "cpu"}), CORES)
+    plain = assign(planned("here:accelerators:0"), RunSpec.of(config_of("cpu")), CORES)
+    on_cpu = assign(planned("here:accelerators:0"), RunSpec.of(config_of("cpu", farm={"devices": "cpu"})), CORES)
     assert_equal(run(IMAGES, ray, plain, tmp_path / "plain"), run(IMAGES, ray, on_cpu, tmp_path / "asked"))
     runtime = ray.runtime
     assert isinstance(runtime, RayRuntime)
@@ -154,11 +161,13 @@ def drawing(assignment: Assignment) -> tuple[Any, Any]:
 
 
 def test_frames_are_probed_in_software_and_on_a_gpu() -> None:
-    both, gpu_only, none = (probes_of(config_of(), CORES, (GPU,), found) for found in (("cpu", 0), (0,), ()))
+    both, gpu_only, none = (
+        probes_of(RunSpec.of(config_of()), CORES, (GPU,), found) for found in (("cpu", 0), (0,), ())
+    )
     assert drawing(both["all cores"][1]) == drawing(both["one core, half"][1]) == ((), ("cpu",))
     assert drawing(both["drawn"][1]) == drawing(both["drawn, half"][1]) == ((None,), (0,))
     assert both["drawn"][1].farms[0].physics == CORES and both["drawn"][1].farms[0].groups == 1
-    assert both["drawn, half"][0].env.num_envs == both["drawn"][0].env.num_envs // 2
+    assert both["drawn, half"][0].environments == both["drawn"][0].environments // 2
     assert drawing(gpu_only["all cores"][1]) == ((), (0,)) and "drawn" in gpu_only
     assert drawing(none["all cores"][1]) == ((), ()) and "drawn" not in none
 
@@ -185,7 +194,7 @@ def probe(config: Config, folder: Path) -> Probed:
     taken: dict[str, Measured] = {}
     infos: tuple[Any, ...] = ()
     with open_session(config) as session:
-        for name, (changed, assignment) in probes_of(config, CORES[:1], (GPU,), ("cpu", 0)).items():
+        for name, (changed, assignment) in probes_of(RunSpec.of(config), CORES[:1], (GPU,), ("cpu", 0)).items():
             if name not in ("all cores", "all cores, half", "drawn", "drawn, half"):
                 continue
             farms = tuple(replace(farm, devices=()) for farm in assignment.farms)
@@ -195,8 +204,8 @@ def probe(config: Config, folder: Path) -> Probed:
             here = replace(assignment, farms=farms, components=components)
             with start_run(changed, folder, session, here) as workers:
                 infos = workers.farm.infos
-                taken[name] = profiling.measure(changed, workers)
+                taken[name] = profiling.measure(workers)
     switch = Switch(0, 0.1), Switch(0, 0.1)
-    workflow = workflow_of(config, [infos[0].max_episode_steps])
+    workflow = workflow_of(RunSpec.of(config), [infos[0].max_episode_steps])
     drawn = GpuDrawing(7_000_000, (Switch(0, 0.25), Switch(0, 0.5)))
     return Probed(workflow, infos, taken, 1, False, {"render": switch}, 0, TrainedBytes(0, 0, 0), ("cpu", 0), drawn)

@@ -28,7 +28,7 @@ from embodied.runtime.api import LocalHandle
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import iteration_metrics
 from embodied.training import loop as training
-from embodied.workflows.sizes import tasks_of
+from embodied.workflows.run_spec import RunSpec
 from sim_farm.contract import FarmError
 from tests.embodied.run.test_resume import assert_same_run, rewind, run
 from tests.variants import often
@@ -82,7 +82,7 @@ class Run:
 
 
 def run_by(config: Config, session: Session, folder: Path, assignment: Assignment) -> Run:
-    with start_run(config, folder, session, assignment) as workers:
+    with start_run(RunSpec.of(config), folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(number) for number in range(config.iterations)]
         weights = workers.learner.call(LearnerRole.weights)
@@ -138,21 +138,21 @@ def test_success_of_each_task_is_a_metric(pictures: Run) -> None:
     """Here as if the second task's episodes of even environments had been solved."""
     summary = pictures.iterations[0].summary
     solved = tuple(replace(e, success=e.task == 1 and e.env % 2 == 0) for e in summary.episodes)
-    found = iteration_metrics._of_tasks(replace(summary, episodes=solved), config_of(SETTINGS))
+    found = iteration_metrics._of_tasks(replace(summary, episodes=solved), RunSpec.of(config_of(SETTINGS)))
     assert found == {"env/success_once/tabletop/reach": 0.0, "env/success_once/tabletop/push": 0.5}
-    nobody = iteration_metrics._of_tasks(replace(summary, episodes=solved[:0]), config_of(SETTINGS))
+    nobody = iteration_metrics._of_tasks(replace(summary, episodes=solved[:0]), RunSpec.of(config_of(SETTINGS)))
     assert all(math.isnan(rate) for rate in nobody.values()) and nobody.keys() == found.keys()
-    assert iteration_metrics._of_tasks(summary, config_of(SETTINGS, extra_tasks=[])) == {}
+    assert iteration_metrics._of_tasks(summary, RunSpec.of(config_of(SETTINGS, extra_tasks=[]))) == {}
 
 
 def test_an_episode_that_is_left_out_is_named_with_its_task(pictures: Run) -> None:
     """Here as if the simulator had given one of the second task's episodes a reward that is not finite."""
     summary = pictures.iterations[0].summary
     broken = tuple(replace(e, total_reward=math.nan) if e.env == FIRST + 1 else e for e in summary.episodes)
-    message = iteration_metrics.left_out(1, replace(summary, episodes=broken), config_of(SETTINGS))
+    message = iteration_metrics.left_out(1, replace(summary, episodes=broken), RunSpec.of(config_of(SETTINGS)))
     assert "left out 1 episodes in which a reward or an observation was not finite" in message
     assert message.endswith(f"(column {FIRST + 1}, tabletop/push)")
-    running = iteration_metrics.left_out(2, summary, config_of(SETTINGS))
+    running = iteration_metrics.left_out(2, summary, RunSpec.of(config_of(SETTINGS)))
     assert "left out 2 episodes" in running and "column" not in running, "none of them has ended"
 
 
@@ -181,8 +181,8 @@ def test_positions_of_all_tasks_are_kept_apart(pictures: Run) -> None:
 
 
 def test_every_task_has_seeds_of_its_own(states: Run) -> None:
-    configs = tasks_of(config_of(STATES, extra_tasks=[{}, {}]))
-    assert len({config.seed for config in configs}) == 3 and configs[0].seed == STATES["seed"]
+    seeds = RunSpec.of(config_of(STATES, extra_tasks=[{}, {}])).seeds
+    assert len(set(seeds)) == 3 and seeds[0] == STATES["seed"]
     episodes = states.iterations[0].summary.episodes
     returns = {episode.env: episode.total_reward for episode in episodes}
     assert all(returns[env] != returns[FIRST + env] for env in range(FIRST)), "the tasks repeat each other's episodes"
@@ -199,7 +199,7 @@ def test_the_second_task_changes_what_is_learned_and_not_what_the_first_did(
 
 def test_advantages_are_normalised_over_each_task(here: Session, tmp_path: Path) -> None:
     config = config_of(STATES)
-    with start_run(config, tmp_path, here, placed(False)) as workers:
+    with start_run(RunSpec.of(config), tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
         workers.rollout_worker.call(RolloutRole.rollout, DECISIONS, 60.0)
         batch = workers.rollout_worker.call(RolloutRole.trajectories)
@@ -210,7 +210,7 @@ def test_advantages_are_normalised_over_each_task(here: Session, tmp_path: Path)
 
 def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_path: Path) -> None:
     """In the learner's process it holds none of its own."""
-    with start_run(config_of(SETTINGS), tmp_path, here, placed(True)) as workers:
+    with start_run(RunSpec.of(config_of(SETTINGS)), tmp_path, here, placed(True)) as workers:
         assert (workers.acting.name, workers.learner.name, workers.scorers) == ("policy", "learner", {})
         rollout_worker, learner = workers.rollout_worker.handles[0], workers.learner.handles[0]
         assert isinstance(rollout_worker, LocalHandle) and isinstance(learner, LocalHandle)
@@ -220,7 +220,7 @@ def test_one_policy_worker_holds_the_weights_of_all_tasks(here: Session, tmp_pat
 
 def test_episode_groups_of_tasks_have_names_of_their_own(here: Session, tmp_path: Path) -> None:
     config = config_of(STATES, workflow="grpo", rollout={"episode_group": 2, "episodes_per_env": 2})
-    with start_run(config, tmp_path, here, placed(False)) as workers:
+    with start_run(RunSpec.of(config), tmp_path, here, placed(False)) as workers:
         workers.begin(None, 0)
         names = []
         for number in range(2):
@@ -324,7 +324,7 @@ def refusal(folder: Path, **changes: Any) -> str:
     config = parse_config(settings, "test")
     with open_session(config) as session, pytest.raises((UserError, FarmError)) as refused:
         folder.mkdir()
-        training.train(config, folder, replace(session, cores=(CORE,)), None)
+        training.train(RunSpec.of(config), folder, replace(session, cores=(CORE,)), None)
     return str(refused.value)
 
 

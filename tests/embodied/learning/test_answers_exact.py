@@ -19,6 +19,7 @@ from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import Trajectories
+from embodied.workflows.run_spec import RunSpec
 from embodied_language import packing
 from embodied_language import policy as language_policy
 from tests.embodied.support import answers
@@ -224,7 +225,7 @@ def updated(
     by_token = name == "ppo by token"
     policy = answers.exact_policy(str(folder), by_token)
     batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
-    learner = Counted(policy, config_of(name, micro_batch), run_dir)
+    learner = Counted(policy, RunSpec.of(config_of(name, micro_batch)), run_dir)
     return learner.update(batch, 0), learner.gradients()
 
 
@@ -266,7 +267,7 @@ def test_hardly_any_padding_is_forwarded(micro_batch: int | None, folder: Path, 
     """Answers of 1 to 12 tokens after prompts of uneven length."""
     policy = answers.exact_policy(str(folder))
     episodes = answers.episodes(policy)
-    learner = Counted(policy, config_of("dapo", micro_batch), tmp_path)
+    learner = Counted(policy, RunSpec.of(config_of("dapo", micro_batch)), tmp_path)
     forwarded: list[int] = []
     network: Any = policy.model.network.model
     network.register_forward_pre_hook(
@@ -303,7 +304,7 @@ def rank_of(name: str, sharding: str, ranks: Ranks, folder: str, run_dir: Path) 
     if sharding == "sharded":
         policy.model.recompute()  # as the recipes of 1.5B and 7B do
     batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
-    return Counted(policy, config, run_dir, Affinity(), ranks), batch
+    return Counted(policy, RunSpec.of(config), run_dir, Affinity(), ranks), batch
 
 
 def second_rank(pipe: Connection, folder: str, run_dir: Path) -> None:

@@ -21,6 +21,7 @@ from embodied.execution.session import Session
 from embodied.learning.update import EngineMismatch
 from embodied.reporting import metrics
 from embodied.workflows.checks import check_algorithm
+from embodied.workflows.run_spec import RunSpec
 from embodied_language.engine_server import GenerationServer
 from policies.contract import PolicyError
 from tests.embodied.support.runs import assigned, inline
@@ -59,7 +60,7 @@ def test_each_version_reaches_the_engine_once_and_its_answers_are_learned_from(h
 
     with served(MODEL, kind=Notes) as address:
         config = config_of(f"sglang {address}")
-        with start_run(config, tmp_path, here, inline(assigned())) as workers:
+        with start_run(RunSpec.of(config), tmp_path, here, inline(assigned())) as workers:
             workers.begin(None, 0)
             learned = [workers.iterate(iteration).learned for iteration in range(2)]
     assert loaded == ["000000", "000001", "000002"]
@@ -72,7 +73,7 @@ def test_each_version_reaches_the_engine_once_and_its_answers_are_learned_from(h
 def test_a_rollout_ahead_is_corrected_and_no_measure_of_the_engine(here: Session, tmp_path: Path) -> None:
     with served(MODEL) as address:
         config = config_of(f"vllm {address}")
-        with start_run(config, tmp_path, here, inline(assigned(ahead=1, one_process=False))) as workers:
+        with start_run(RunSpec.of(config), tmp_path, here, inline(assigned(ahead=1, one_process=False))) as workers:
             workers.begin(None, 0)
             first, second = (workers.iterate(iteration, drain=iteration == 1).learned for iteration in range(2))
     assert "learner/engine_kl" in first and "learner/engine_kl" not in second
@@ -90,7 +91,9 @@ def test_an_engine_that_has_not_taken_the_weights_ends_the_run(here: Session, tm
     with served(MODEL, kind=Pretends) as address:
         config = config_of(f"sglang {address}", engine_kl_max=1e-4)
         optim = config.optim.model_copy(update={"policy_lr": 3e-2})
-        with start_run(config.model_copy(update={"optim": optim}), tmp_path, here, inline(assigned())) as workers:
+        with start_run(
+            RunSpec.of(config.model_copy(update={"optim": optim})), tmp_path, here, inline(assigned())
+        ) as workers:
             workers.begin(None, 0)
             workers.iterate(0)
             with pytest.raises(EngineMismatch, match="more than loss.engine_kl_max, 0.0001: it does not write by"):
@@ -101,7 +104,7 @@ def test_an_engine_that_is_not_there_is_named_before_the_first_rollout(here: Ses
     config = config_of("sglang http://127.0.0.1:9")
     options = {**config.policy.options, "engine_timeout_s": 0.5}
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"options": options})})
-    with start_run(config, tmp_path, here, inline(assigned())) as workers:
+    with start_run(RunSpec.of(config), tmp_path, here, inline(assigned())) as workers:
         with pytest.raises(PolicyError, match="no answer of the engine at http://127.0.0.1:9 within 0.5 s"):
             workers.begin(None, 0)
 

@@ -18,7 +18,7 @@ from embodied.algorithms.estimators import group_relative, outcomes
 from embodied.execution.roles import LearnerRole
 from embodied.learning.learner import Learner, ReceivedPart
 from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
-from embodied.workflows.sizes import streams
+from embodied.workflows.run_spec import RunSpec
 from tests.embodied.support import episode_parts
 from tests.embodied.support.episode_parts import (
     CHUNK,
@@ -127,7 +127,7 @@ def collected(learner: Learner, parts: Sequence[Trajectories]) -> list[ReceivedP
 def test_streaming_equals_the_same_data_afterwards(tmp_path: Path) -> None:
     """Each part learned from while the next is rolled out, or all of them when nothing is left to roll out."""
     config = config_of()
-    assert streams(config)
+    assert RunSpec.of(config).streams
     with begun(config, tmp_path / "a") as workers:
         during = workers.iterate(0)
         found = {name: tensor.clone() for name, tensor in workers.learner.call(LearnerRole.weights).items()}
@@ -150,7 +150,7 @@ def test_streaming_has_the_gradient_of_one_step_over_all_rows(
         config = config_of(**changes)
         optim = config.optim.model_copy(update={"minibatch": minibatch, "micro_batch": micro_batch})
         config = config.model_copy(update={"optim": optim})
-        assert streams(config) == (minibatch == 0)
+        assert RunSpec.of(config).streams == (minibatch == 0)
         learner = learner_of(config, tmp_path, skilled)
         collected(learner, parts)
         metrics = learner.finish(0)
@@ -231,7 +231,7 @@ def test_joined_parts_are_their_columns_side_by_side(parts: list[Trajectories]) 
 
 def test_advantages_scaled_by_the_batch_are_scaled_by_all_of_an_iteration(tmp_path: Path) -> None:
     config = config_of(workflow=NOTING, advantage={"scale": "batch"}, iterations=1)
-    assert not streams(config) and streams(config_of(workflow=NOTING))
+    assert not RunSpec.of(config).streams and RunSpec.of(config_of(workflow=NOTING)).streams
     SEEN.clear()
     done, weights = iterations_of(config, tmp_path / "a")
     whole = SEEN[-1]

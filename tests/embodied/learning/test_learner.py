@@ -22,6 +22,7 @@ from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.learning.update import NonFinite, OffPolicy
 from embodied.trajectories.batch import TensorDecisions, Trajectories, without_broken_episodes
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec, actor_parameters
 from policies.small.gaussian_mlp import GaussianMLP
 
@@ -48,7 +49,7 @@ def make_learner(
         advantage=advantage or AdvantageConfig(),
         loss=loss or LossConfig(),
     )
-    return Learner(policy or make_policy(), run, run_dir)
+    return Learner(policy or make_policy(), RunSpec.of(run), run_dir)
 
 
 def to_rows(batch: Trajectories, settings: AdvantageConfig | None = None) -> Samples:

@@ -32,6 +32,7 @@ from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, LEARNER, PPO, Recipe
+from embodied.workflows.run_spec import RunSpec
 from sim_farm.client.farm import WorkerFailed
 from tests.embodied.learning.test_learner import make_batch
 from tests.embodied.support import runs
@@ -75,7 +76,7 @@ def run(
     """Three iterations by the assignment, and a look at the workers. Every rank is given the same trajectories."""
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config(settings, "test"))
-    with start_run(config, folder, session, assignment) as workers:
+    with start_run(RunSpec.of(config), folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i == ITERATIONS - 1) for i in range(ITERATIONS)]
         look(workers)
@@ -333,9 +334,9 @@ def test_more_ranks_than_rows_of_a_minibatch_are_refused(ray: Session, tmp_path:
 
 def test_inline_is_one_rank() -> None:
     config = parse_config({"optim": {"ranks": 4}, "runtime": {"mode": "inline"}}, "test")
-    assert len(configured(config, (0, 1)).components["learner"]) == 1
+    assert len(configured(RunSpec.of(config), (0, 1)).components["learner"]) == 1
     on_ray = config.model_copy(update={"runtime": Config().runtime})
-    assert len(configured(on_ray, (0, 1)).components["learner"]) == 4
+    assert len(configured(RunSpec.of(on_ray), (0, 1)).components["learner"]) == 4
 
 
 class DiesInStart(Learner):
@@ -450,11 +451,11 @@ def test_a_run_that_is_resumed_on_other_ranks(ray: Session, reference: Any, tmp_
     """Through the executor: two iterations on 4 ranks, the third on 2."""
     config = kept_in(tmp_path / "gathered", parse_config(STATES, "test"))
     (tmp_path / "gathered").mkdir()
-    with start_run(config, tmp_path, ray, of_ranks(4)) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, of_ranks(4)) as workers:
         workers.begin(None, 0)
         done = [workers.iterate(number) for number in range(2)]
         workers.save(tmp_path, state_at(2), done[-1].environments)
-    with start_run(config, tmp_path, ray, of_ranks(2)) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, of_ranks(2)) as workers:
         workers.load(tmp_path / "000002")
         workers.begin(checkpoint.read_environments(tmp_path / "000002"), 2)
         workers.iterate(2)

@@ -17,6 +17,7 @@ from embodied.reporting.metrics import read
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training import loop as training
+from embodied.workflows.run_spec import RunSpec
 from tests import reference_ppo
 
 TOLERANCE = 1e-6
@@ -70,7 +71,7 @@ def run(config: Config, folder: Path) -> policies.Policy:
     """The policy that the stack ends with; its record is in the folder."""
     prepare_run(config, folder, resume=False)
     with open_session(config) as session:
-        training.train(config, folder, session, None)
+        training.train(RunSpec.of(config), folder, session, None)
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
     checkpoint.verify(last)

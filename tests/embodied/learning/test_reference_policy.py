@@ -31,6 +31,7 @@ from embodied.training.preflight import check_components
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext, make_policy, policy_spec
 from embodied.workflows.recipes import recipe_of
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy, actor_parameters
 from tests.embodied.run.test_resume import assert_same_run, rewind
 from tests.embodied.run.test_resume import run as train
@@ -77,24 +78,24 @@ def adapted(**changes: Any) -> Config:
 def begun(config: Config, folder: Path, one_process: bool = False) -> Iterator[OnPolicy]:
     """The run's workers, in this process."""
     with open_session(config) as session:
-        assignment = replace(configured(config, session.cores), hosts=(0,) if one_process else ())
-        with start_run(config, folder, session, assignment) as workers:
+        assignment = replace(configured(RunSpec.of(config), session.cores), hosts=(0,) if one_process else ())
+        with start_run(RunSpec.of(config), folder, session, assignment) as workers:
             workers.begin(None, 0)
             yield workers
 
 
 def roll(workers: OnPolicy) -> Trajectories:
     """An iteration's trajectories, before anybody has worked on them."""
-    workers.rollout_worker.call(RolloutRole.rollout, workers.config.rollout.decisions, 60.0)
+    workers.rollout_worker.call(RolloutRole.rollout, workers.spec.config.rollout.decisions, 60.0)
     return workers.rollout_worker.call(RolloutRole.trajectories)
 
 
 def reference_beside(workers: OnPolicy, policy: Policy) -> ReferenceWorker:
     """A reference worker that is given the learner's policy."""
-    config = workers.config
+    config = workers.spec.config
     spec = policy_spec(config, workers.farm.infos[0])
     affinity = workers.assignment.first_of("reference")
-    worker = ReferenceWorker.make(WorkerContext(config, spec, workers.run_dir, affinity, shares=True))
+    worker = ReferenceWorker.make(WorkerContext(RunSpec.of(config), spec, workers.run_dir, affinity, shares=True))
     worker.share(policy)
     return worker
 
@@ -214,11 +215,11 @@ def test_the_loss_has_k3_of_every_unit_by_its_weight(unit: str, tmp_path: Path) 
     gradient, and its mean what is reported."""
     pull = 0.3
     with begun(config_of(), tmp_path) as workers:
-        policy = make_policy(workers.config, workers.learner.call(LearnerRole.own_policy).spec)
+        policy = make_policy(workers.spec.config, workers.learner.call(LearnerRole.own_policy).spec)
         batch = roll(workers)
         assert (batch.executed < 2).any(), "no chunk was cut short: actions that were not executed are not tested"
         reference = batch.log_prob + torch.randn(batch.log_prob.shape, generator=torch.Generator().manual_seed(3)) / 3
-        estimate = recipe_of(workers.config).estimator_function()(batch, workers.config)
+        estimate = workers.spec.recipe.estimator_function()(batch, workers.spec.config)
         weight = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(5)) + 0.5
         rows = samples_of(replace(batch, reference_log_prob=reference), replace(estimate, weight=weight))
         gradients, reported = [], 0.0

@@ -32,6 +32,7 @@ from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
 from embodied.workflows.context import WorkerContext, policy_spec
 from embodied.workflows.recipes import recipe_of
+from embodied.workflows.run_spec import RunSpec
 from tests.embodied.run.test_resume import assert_same_run
 from tests.embodied.run.test_resume import run as train
 from tests.embodied.support.expert import record_reach
@@ -85,7 +86,7 @@ def config_of(**changes: Any) -> Config:
 def begun(config: Config, folder: Path) -> Iterator[OnPolicy]:
     with (
         open_session(config) as session,
-        start_run(config, folder, session, configured(config, session.cores)) as workers,
+        start_run(RunSpec.of(config), folder, session, configured(RunSpec.of(config), session.cores)) as workers,
     ):
         workers.begin(None, 0)
         yield workers
@@ -238,7 +239,9 @@ def test_a_run_is_rewarded_by_the_classifier(classifier: tuple[Path, dict[str, A
         workers.rollout_worker.call(RolloutRole.rollout, 6, 60.0)
         batch = workers.rollout_worker.call(RolloutRole.trajectories)
         spec = policy_spec(config, workers.farm.infos[0])
-        worker = RewardWorker.make(WorkerContext(config, spec, tmp_path, workers.assignment.first_of("reward")))
+        worker = RewardWorker.make(
+            WorkerContext(RunSpec.of(config), spec, tmp_path, workers.assignment.first_of("reward"))
+        )
         worker.receive(batch, 0)
         reward = worker.trajectories().reward
     assert ((reward >= 0) & (reward <= 1)).all() and reward.std() > 0

@@ -45,6 +45,7 @@ from embodied.runtime.ray.runtime import RayRuntime
 from embodied.runtime.shared_tensors import Overwritten, SharedTensors, TensorPublisher
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Inputs, Policy, PolicySpec
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.shared_memory.memory import FOLDER, PREFIX
@@ -159,7 +160,7 @@ def run_by(way: str, ray: Session, folder: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(weight_sync, "transports_to", lambda source, targets: (forced,) * len(targets))
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", runtime={"mode": mode, "deadline_s": 120}), "test")
     with open_session(config) if mode == "inline" else nullcontext(ray) as session:
-        with start_run(config, folder, session, plan) as workers:
+        with start_run(RunSpec.of(config), folder, session, plan) as workers:
             assert workers.weight_sync.path == path
             workers.begin(None, 0)
             yield workers
@@ -192,7 +193,9 @@ def test_what_cannot_be_mapped_goes_through_the_hosts_memory(
     ray: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(weight_sync, "transports_to", lambda source, targets: (Transport.GPU_MEMORY,) * len(targets))
-    with start_run(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test"), tmp_path, ray, APART) as workers:
+    with start_run(
+        RunSpec.of(parse_config(of(STATES, workflow=f"{__name__}:BARRED"), "test")), tmp_path, ray, APART
+    ) as workers:
         assert workers.weight_sync.path == "shared memory"
         workers.begin(None, 0)
         conforms(workers, asks=True)
@@ -205,7 +208,7 @@ def test_every_tensor_arrives_as_it_left_between_gpus(way: str, ray: Session, tm
         pytest.skip(f"needs {count} GPUs")
     config = parse_config(of(STATES, workflow=f"{__name__}:TELLING", policy={"device": "cuda"}), "test")
     components = {"policy": (Affinity(device=device),), "learner": (Affinity(device="cuda:0"),)}
-    with start_run(config, tmp_path, ray, replace(APART, components=components)) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, replace(APART, components=components)) as workers:
         assert workers.weight_sync.path == path
         workers.begin(None, 0)
         conforms(workers, asks=True)

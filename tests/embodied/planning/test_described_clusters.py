@@ -18,6 +18,7 @@ from embodied.execution.session import Session
 from embodied.planning.clusters import leaving_home
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ray.actors import RayHandle
+from embodied.workflows.run_spec import RunSpec
 from embodied.workflows.sizes import workflow_of
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, Point, Profile
 from sim_farm.shared_memory.slot_layout import FarmSpec
@@ -67,7 +68,7 @@ def made_up() -> Profile:
 
 def predicted_orders(plan: Plan, config: Config, cluster: Cluster) -> tuple[set[tuple[str, ...]], bool]:
     """What each group goes through, from the timeline; and whether the learner begins when all have."""
-    simulation = schedulers.simulate(plan, leaving_home(workflow_of(config, [9])), made_up(), cluster)
+    simulation = schedulers.simulate(plan, leaving_home(workflow_of(RunSpec.of(config), [9])), made_up(), cluster)
     events = sorted(simulation.events, key=lambda event: event.start_s)
     groups = {event.group for event in events if event.group >= 0}
     learning = min(event.start_s for event in events if event.component == "learner")
@@ -98,9 +99,9 @@ def test_a_plan_for_four_nodes_is_executed_where_it_says(
     """A replica and the rank on its accelerator are one process."""
     config, plan = parse_config(SETTINGS, "test"), plan_of(replicas, ranks)
     cluster = Cluster(tuple(Node(name, 16, 8) for name in NODES), 1e10, 1e-5, "here")
-    schedulers.validate(plan, leaving_home(workflow_of(config, [9])), cluster)
+    schedulers.validate(plan, leaving_home(workflow_of(RunSpec.of(config), [9])), cluster)
     session = Session(config, machines.runtime, tuple(CORES))
-    placed = assign(plan, config, session.cores, session.nodes)
+    placed = assign(plan, RunSpec.of(config), session.cores, session.nodes)
     assert placed.hosts == tuple(node * ranks + own for node in range(len(NODES)) for own in range(replicas))
     specs: list[FarmSpec] = []
 

@@ -16,6 +16,7 @@ from embodied.config.files import parse_config
 from embodied.planning.estimates import ExecutedCosts, card_of, decision_seconds, update_seconds, with_estimates
 from embodied.planning.flops import FlowCosts, Work, costs_of, weight_count
 from embodied.planning.run_plans import sized_workflow
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Inputs, PolicySpec
 from schedulers import Cluster, Node, Plan, Profile
 from schedulers.cards import CARDS, EFFICIENCY, UPDATE_EFFICIENCY
@@ -71,7 +72,7 @@ def test_cards_that_cannot_be_are_refused(nodes: list[str], named: str, embodied
 
 def test_measured_times_are_never_replaced(profile: Profile) -> None:
     config = parse_config(SETTINGS, "test")
-    workflow, cluster = sized_workflow(config), Cluster((Node("there", 4, 1, card="H100"),))
+    workflow, cluster = sized_workflow(RunSpec.of(config)), Cluster((Node("there", 4, 1, card="H100"),))
     on_gpu = replace(profile.components["learner"], pool="accelerators")
     for learner in (on_gpu, replace(profile.components["learner"], other_pool=on_gpu)):
         measured = replace(profile, components={**profile.components, "learner": learner})
@@ -120,7 +121,7 @@ def test_an_update_takes_all_epochs_micro_batches() -> None:
 
     changed = {**SETTINGS, "optim": {**SETTINGS["optim"], "epochs": 3, "micro_batch": 4}}
     config = parse_config(changed, "test")
-    workflow = sized_workflow(config)
+    workflow = sized_workflow(RunSpec.of(config))
     samples = ENVS * SETTINGS["rollout"]["decisions"]
     assert update_seconds(Fixed(), config, workflow, workflow.items, H100) == pytest.approx(3 * samples)
     assert update_seconds(Fixed(), config, workflow, workflow.items // 2, H100) == pytest.approx(1.5 * samples)

@@ -16,7 +16,8 @@ from embodied.errors import UserError
 from embodied.execution.session import open_session
 from embodied.planning import clusters
 from embodied.planning import run_plans as planning
-from embodied.planning.profiler import profile_config
+from embodied.planning.profiler import profile_run
+from embodied.workflows.run_spec import RunSpec
 from schedulers import Plan, PlanError, Profile
 from tests.embodied.support import planned
 from tests.embodied.support.planned import (
@@ -81,7 +82,7 @@ def test_a_profile_is_equal_when_it_is_read_again(profile: Profile, tmp_path: Pa
 def test_drawing_is_measured_where_the_policy_looks(tmp_path: Path) -> None:
     config = parse_config(IMAGES, "test")
     with open_session(config) as session:
-        found = profile_config(config, replace(session, cores=tuple(CORES)), tmp_path)
+        found = profile_run(RunSpec.of(config), replace(session, cores=tuple(CORES)), tmp_path)
     assert set(found.components) == {"physics", "render", "policy", "learner"}
     assert all(point.seconds > 0 for point in found.components["render"].points)
     assert found.components["render"].unload_s > 0 and found.components["render"].load_s > 0
@@ -156,7 +157,9 @@ def test_a_profile_of_another_workflow_is_refused(files: Path, profile: Profile)
     config = parse_config(SETTINGS, "test")
     schedulers.save(replace(profile, workflow="grpo"), "profile.json")
     with pytest.raises((UserError, PlanError), match="profile.json.*'grpo', not of 'ppo'"):
-        planning.checked_profile(Path("profile.json"), config, planning.sized_workflow(config), any_hardware=True)
+        planning.checked_profile(
+            Path("profile.json"), RunSpec.of(config), planning.sized_workflow(RunSpec.of(config)), any_hardware=True
+        )
 
 
 def test_files_that_are_no_profile_are_refused(embodied: Commands, files: Path) -> None:
@@ -273,7 +276,7 @@ def mixed(few_iterations: None, tmp_path_factory: pytest.TempPathFactory) -> Pro
     config = parse_config(MIXED, "test")
     with open_session(config) as session:
         folder = tmp_path_factory.mktemp("mixed")
-        return profile_config(config, replace(session, cores=tuple(CORES)), folder)
+        return profile_run(RunSpec.of(config), replace(session, cores=tuple(CORES)), folder)
 
 
 def test_a_run_of_several_tasks_has_one_profile(mixed: Profile) -> None:

@@ -28,6 +28,7 @@ from embodied.rollout.rollout_summary import Clock
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training import loop as training
+from embodied.workflows.run_spec import RunSpec
 from schedulers import ComponentProfile, DeviceRange, Phase, Placement, Plan, Point, Profile, Together, Workflow
 
 ENVS, DECISIONS = 3, 8
@@ -42,7 +43,7 @@ SETTINGS: dict[str, Any] = {
     "runtime": {"mode": "inline", "deadline_s": 120},
 }
 CONFIG = parse_config(SETTINGS, "test")
-WORKFLOW = sized_workflow(CONFIG)
+WORKFLOW = sized_workflow(RunSpec.of(CONFIG))
 PHYSICS, POLICY, LEARNER = 0.05, 0.02, 0.1
 """Seconds on one core: of a round, of a round, of an iteration."""
 TAKES = DECISIONS * (PHYSICS + POLICY) + LEARNER
@@ -96,8 +97,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iteration:
     """An iteration that took place."""
     folder = tmp_path_factory.mktemp("real")
     with open_session(CONFIG) as session:
-        placed = run_plans.plan_run(CONFIG, session, folder)
-        with start_run(CONFIG, folder, session, placed.assignment) as workers:
+        placed = run_plans.plan_run(RunSpec.of(CONFIG), session, folder)
+        with start_run(RunSpec.of(CONFIG), folder, session, placed.assignment) as workers:
             workers.begin(None, 0)
             return workers.iterate(0, drain=True)
 
@@ -280,7 +281,7 @@ TURNS = Plan("ppo", "collocated", (Phase((Placement(tuple(TWO.components), on(0)
 
 def test_one_watch_sees_every_tasks_simulators(took: Callable[..., Iteration]) -> None:
     """Only the second task's are slow; the policy decides for both."""
-    workflow, profiles = sized_workflow(TWO_TASKS), list[Profile]()
+    workflow, profiles = sized_workflow(RunSpec.of(TWO_TASKS)), list[Profile]()
     plan = replace(TURNS, prediction=schedulers.predict(TURNS, workflow, TWO))
 
     def ask(profile: Profile) -> Plan:
@@ -342,7 +343,7 @@ def tensors(run: Path, number: int) -> dict[str, np.ndarray]:
 def train(folder: Path, config: Config) -> dict[str, Any]:
     found = prepare_run(config, folder, resume=False)
     with open_session(config) as session:
-        return training.train(config, folder, session, found)
+        return training.train(RunSpec.of(config), folder, session, found)
 
 
 @pytest.fixture
@@ -426,7 +427,7 @@ def test_the_run_goes_on_after_a_stop_where_it_had_moved(
     train(tmp_path / "parts", parse_config({**SETTINGS, "iterations": PERSISTENT + 1, "plan": plan}, "test"))
     found = prepare_run(whole, tmp_path / "parts", resume=True)
     with open_session(whole) as session:
-        training.train(whole, tmp_path / "parts", session, found)
+        training.train(RunSpec.of(whole), tmp_path / "parts", session, found)
     mine, other = (tensors(tmp_path / name, whole.iterations) for name in ("parts", "whole"))
     assert all(mine[key].tobytes() == array.tobytes() for key, array in other.items())
     assert [row["iteration"] for row in map(json.loads, (tmp_path / "parts" / "metrics.jsonl").open())] == list(

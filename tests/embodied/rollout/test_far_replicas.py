@@ -26,6 +26,7 @@ from embodied.rollout.replicas import Message, Reply
 from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.remote import CALL_BYTES
 from embodied.runtime.shared_tensors import Overwritten, TensorPublisher
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Action, Inputs
 from sim_farm.contract import FarmError
 from tests.embodied.learning import test_learner_ranks as ranked
@@ -133,7 +134,9 @@ WIDE = {**STATES["policy"], "options": {"widths": [2048, 2048]}}
 def test_nothing_but_messages_leaves_a_node(machines: Machines, ray: Session, tmp_path: Path) -> None:
     """Replicas elsewhere map no memory of home; all of a node map one copy of the weights, whose every bit arrives."""
     settings = of(STATES, workflow=f"{test_weights.__name__}:TELLING", policy=WIDE)
-    with start_run(parse_config(settings, "test"), tmp_path, ray, at(machines, "far", "", "far")) as workers:
+    with start_run(
+        RunSpec.of(parse_config(settings, "test")), tmp_path, ray, at(machines, "far", "", "far")
+    ) as workers:
         workers.begin(None, 0)
         for version in range(3):
             learner: WorkerGroup[Any] = workers.learner
@@ -169,7 +172,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
     pids: list[int] = []
     with (
         pytest.raises(FarmError, match=message),
-        start_run(config, tmp_path, ray, at(machines, "", "far")) as workers,
+        start_run(RunSpec.of(config), tmp_path, ray, at(machines, "", "far")) as workers,
     ):
         begun(workers)
         pids = processes_of(machines, "far")
@@ -189,7 +192,7 @@ def test_the_exception_of_a_policy_arrives_with_its_replicas_name(
     machines: Machines, ray: Session, tmp_path: Path
 ) -> None:
     config = parse_config(of(STATES, workflow=f"{test_replicas.__name__}:RAISING"), "test")
-    with start_run(config, tmp_path, ray, at(machines, "", "", "far")) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, at(machines, "", "", "far")) as workers:
         begun(workers)
         with pytest.raises(test_replicas.Confused, match="^policy 2: it does not know what to do$"):
             workers.iterate(0)

@@ -29,6 +29,7 @@ from embodied.runtime.ray.actors import RayHandle
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.recipes import PPO, Recipe
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Action, Inputs
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.contract import FarmError
@@ -157,7 +158,7 @@ def test_replicas_with_weights_of_different_versions_are_refused(ray: Session, t
     config = parse_config(of(STATES, workflow="ppo"), "test")
     with (
         pytest.raises(WorkerFailed, match="different versions: policy 0 with 0, policy 1 with 7"),
-        start_run(config, tmp_path, ray, shared(2)) as workers,
+        start_run(RunSpec.of(config), tmp_path, ray, shared(2)) as workers,
     ):
         workers.begin(None, 0)
         workers.acting.call_one(1, PolicyRole.at_version, 7)
@@ -199,7 +200,7 @@ def test_a_slow_replica_does_not_hold_up_the_others(ray: Session, tmp_path: Path
     plan, settings = shared(2), of(STATES)
     decisions = settings["rollout"]["decisions"]
     config = parse_config({**settings, "workflow": "ppo"}, "test")
-    with start_run(config, tmp_path, ray, plan) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, plan) as workers:
         workers.begin(None, 0)
         stopped = pid_of(workers.acting, 1)
         os.kill(stopped, signal.SIGSTOP)
@@ -226,7 +227,7 @@ def test_a_group_that_is_ready_first_is_served_first(
     plan = assigned("disaggregated", 2, (0,), policy=(), one_process=False)
     plan = replace(plan, farms=plan.farms * 2)
     config = parse_config({**settings, "workflow": "ppo"}, "test")
-    with start_run(config, tmp_path, Session(config, ray_runtime, tuple(runs.CORES)), plan) as workers:
+    with start_run(RunSpec.of(config), tmp_path, Session(config, ray_runtime, tuple(runs.CORES)), plan) as workers:
         decisions = config.rollout.decisions
         workers.begin(None, 0)
         stopped = ray_runtime.host.pids()[0]
@@ -248,7 +249,7 @@ def test_a_group_that_is_ready_first_is_served_first(
 def test_more_replicas_than_groups_are_refused(ray: Session, tmp_path: Path) -> None:
     with (
         pytest.raises(UserError, match="5 policy replicas would share 4 groups .* set policy.replicas to 4 or less"),
-        start_run(parse_config(of(STATES), "test"), tmp_path, ray, shared(5)),
+        start_run(RunSpec.of(parse_config(of(STATES), "test")), tmp_path, ray, shared(5)),
     ):
         pass
 
@@ -302,7 +303,7 @@ def test_a_replica_that_cannot_be_built_is_named(ray: Session, tmp_path: Path) -
     config = parse_config(of(STATES, workflow=f"{__name__}:UNBUILDABLE"), "test")
     with (
         pytest.raises(UserError, match="^policy 1: its weights are not there$"),
-        start_run(config, tmp_path, ray, shared(2)),
+        start_run(RunSpec.of(config), tmp_path, ray, shared(2)),
     ):
         pass
 
@@ -310,7 +311,7 @@ def test_a_replica_that_cannot_be_built_is_named(ray: Session, tmp_path: Path) -
 @pytest.mark.slow
 def test_the_exception_of_a_replicas_policy_arrives_with_its_name(ray: Session, tmp_path: Path) -> None:
     config = parse_config(of(STATES, workflow=f"{__name__}:RAISING"), "test")
-    with start_run(config, tmp_path, ray, shared(3)) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, shared(3)) as workers:
         workers.begin(None, 0)
         with pytest.raises(Confused, match="^policy 2: it does not know what to do$"):
             workers.iterate(0)
@@ -342,7 +343,7 @@ def test_a_lost_replica_is_named_and_nothing_is_left(
     try:
         with (
             pytest.raises(FarmError, match=message),
-            start_run(config, tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
+            start_run(RunSpec.of(config), tmp_path, Session(config, runtime, tuple(runs.CORES)), shared(2)) as workers,
         ):
             workers.farm_deadline_s = 5.0  # of the rollout_worker, which it gives replicas too
             workers.begin(None, 0)

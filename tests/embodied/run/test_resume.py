@@ -35,6 +35,7 @@ from embodied.run.folder import open_run_folder, prepare_run
 from embodied.run.saved_settings import settings_of
 from embodied.runtime.api import InlineRuntime, LocalHandle
 from embodied.training import loop as training
+from embodied.workflows.run_spec import RunSpec
 from tests.embodied.commands.test_cli import here
 from tests.variants import often
 
@@ -72,7 +73,7 @@ def run(config: Config, folder: Path, resume: bool = False) -> None:
     found = prepare_run(config, folder, resume)
     assert resume == (found is not None), "there was nothing to resume from"
     with open_session(config) as session:
-        training.train(config, folder, session, found)
+        training.train(RunSpec.of(config), folder, session, found)
 
 
 def rewind(source: Path, target: Path, iteration: int) -> None:
@@ -179,7 +180,7 @@ def test_a_run_that_crashed_before_its_first_checkpoint_starts_over_and_keeps_it
         shutil.rmtree(crashed / "checkpoints")
         assert prepare_run(config, crashed, resume=True) is None
         with open_session(config) as session:
-            training.train(config, crashed, session, None)
+            training.train(RunSpec.of(config), crashed, session, None)
         assert_same_run(crashed, tmp_path / "whole")
         assert (crashed / f"{FILE}.1").read_bytes() == recorded
         assert (crashed / f"{FILE}.{number}").is_file()
@@ -205,7 +206,7 @@ def test_milestones_from_before_the_stop_are_in_the_result(tmp_path: Path) -> No
     config = config_of(STATES, 3)
     found = prepare_run(config, tmp_path / "run", resume=True)
     with open_session(config) as session:
-        result = training.train(config, tmp_path / "run", session, found)
+        result = training.train(RunSpec.of(config), tmp_path / "run", session, found)
     assert result.get("success_0.5_env_steps") == rows[0]["env_steps"]
     assert result.get("success_0.5_wall_s") == rows[0]["wall_s"]
 
@@ -469,11 +470,11 @@ def test_a_run_interrupted_at_any_call_goes_on_as_if_it_had_not_been(
     prepare_run(config, folder, resume=False)
     runtime = InterruptedRuntime(method, 1 if method == "save" else 2, after)
     with pytest.raises(KeyboardInterrupt):
-        training.train(config, folder, Session(config, runtime, (0,)), None)
+        training.train(RunSpec.of(config), folder, Session(config, runtime, (0,)), None)
     found = prepare_run(config, folder, resume=True)
     kept = checkpoint.read_state(found).iteration if found else 0
     recorded = [row["iteration"] for row in read(folder)]
     assert recorded == list(range(1, kept + 1)), f"iteration {kept} is kept, {recorded} are recorded"
     with open_session(config) as session:
-        training.train(config, folder, session, found)
+        training.train(RunSpec.of(config), folder, session, found)
     assert_same_run(folder, whole)

@@ -36,6 +36,7 @@ from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
 from embodied.training.checkpoints import RunCheckpoints, Unwritten
 from embodied.training.selection import Candidate, Selection
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy
 from sim_farm.workers.supervision import WorkerTooLarge
 from tests.embodied.learning.test_learner import make_batch, make_policy
@@ -93,7 +94,7 @@ def frozen_in_part() -> Policy:
 def test_what_is_written_is_of_the_moment_in_which_it_was_requested(
     make: Callable[[], Policy], gate: threading.Event, tmp_path: Path
 ) -> None:
-    learner = Learner(make(), config_of(), tmp_path)
+    learner = Learner(make(), RunSpec.of(config_of()), tmp_path)
     environments = {name: array.copy() for name, array in ENVIRONMENTS.items()}
     for number in range(2):  # the copy is made once, and filled again for each checkpoint
         gate.set()
@@ -115,7 +116,7 @@ def test_what_is_written_is_of_the_moment_in_which_it_was_requested(
 
 
 def test_what_is_frozen_does_not_leave_before_it_is_written(gate: threading.Event, tmp_path: Path) -> None:
-    learner = Learner(frozen_in_part(), config_of(), tmp_path)
+    learner = Learner(frozen_in_part(), RunSpec.of(config_of()), tmp_path)
     learner.save(tmp_path, state_at(1), ENVIRONMENTS)
     leaving = threading.Thread(target=learner.unload, args=(True,))
     leaving.start()
@@ -150,7 +151,7 @@ def test_a_checkpoint_that_has_no_room_is_reported_and_the_next_is_written(tmp_p
     config = run_config(STATES, 3)
     with (
         open_session(config) as session,
-        start_run(config, tmp_path, session, configured(config, session.cores)) as workers,
+        start_run(RunSpec.of(config), tmp_path, session, configured(RunSpec.of(config), session.cores)) as workers,
     ):
         workers.begin(None, 0)
         done = workers.iterate(0)
@@ -190,7 +191,7 @@ def test_a_run_goes_on_where_a_checkpoint_has_no_room(
     run_out_of_room(monkeypatch, (2, 3))
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
-        result = training.train(config, tmp_path, session, None)
+        result = training.train(RunSpec.of(config), tmp_path, session, None)
     output = capsys.readouterr().out
     assert output.count("cannot write the checkpoint") == 1, "it is said once"
     assert "000002: " in output and "File too large" in output and "--keep-checkpoints" in output
@@ -210,11 +211,11 @@ def test_a_run_ends_with_its_last_checkpoint_or_with_the_error(
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
         if rooms[1] > 1000:
-            training.train(config, tmp_path, session, None)
+            training.train(RunSpec.of(config), tmp_path, session, None)
             checkpoint.verify(tmp_path / "checkpoints" / "000002")
             return
         with pytest.raises(CheckpointError, match="cannot write .*000002"):
-            training.train(config, tmp_path, session, None)
+            training.train(RunSpec.of(config), tmp_path, session, None)
     assert len(read(tmp_path)) == 2 and checkpoint.latest(tmp_path / "checkpoints") is None
 
 
@@ -233,7 +234,7 @@ def test_a_checkpoint_that_has_no_room_is_not_evaluated(
     run_out_of_room(monkeypatch, (1,))
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     assert "iteration 1 is not evaluated" in capsys.readouterr().out
     assert [row["iteration"] for row in read(tmp_path, "selection.jsonl")] == [2]
 
@@ -251,7 +252,7 @@ def test_an_evaluation_that_has_no_room_does_not_end_a_run(
     monkeypatch.setattr(Selection, "evaluate", out_of_room)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     assert "iteration 1 is not evaluated: " in capsys.readouterr().out
     assert [row["iteration"] for row in read(tmp_path, "selection.jsonl")] == [2]
 
@@ -272,7 +273,7 @@ def test_a_run_without_room_for_its_timeline_ends_as_it_would(
     prepare_run(config, tmp_path, False)
     with full_disk(1 << 40), open_session(config) as session:
         with pytest.raises(UserError, match="nothing can be learned from it"):
-            training.train(config, tmp_path, session, None)
+            training.train(RunSpec.of(config), tmp_path, session, None)
     output = capsys.readouterr().out
     assert "the run is without a timeline" in output and not (tmp_path / "trace.json").exists()
 
@@ -289,7 +290,7 @@ def test_a_worker_that_is_too_large_stays_where_no_checkpoint_can_be_written_for
     config = run_config({**STATES, "checkpoint_every": 100, "runtime": {"mode": "inline"}}, 5)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session, pytest.raises(WorkerTooLarge):
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     assert read(tmp_path)[-1]["iteration"] == 4, "the second time there was room"
 
 
@@ -315,7 +316,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_was_being_written(
     config = run_config(STATES, 6)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session, pytest.raises(UserError, match="nothing can be learned from it"):
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     assert len(read(tmp_path)) == 4, "the run did not go on while the checkpoint was written"
     found, _ = checkpoint.recover(tmp_path / "checkpoints")
     assert found is not None and found.name == "000003"
@@ -326,7 +327,7 @@ def test_a_run_says_how_long_it_stood_still_and_how_long_was_written(only_lastin
     config = run_config({**STATES, "runtime": {"mode": "inline"}}, 7)
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     rows = read(tmp_path)
     stalled = [row["iteration"] for row in rows if row["time/checkpoint_stall_s"] > 0]
     written = [row["iteration"] for row in rows if row["time/checkpoint_write_s"] > 0]
@@ -367,7 +368,7 @@ class PausedLearner(Learner):
 
 
 def make_paused(config: Config, folder: Path, rank: int) -> PausedLearner:
-    return PausedLearner(make_policy(), config, folder, Affinity(), Ranks("learner", rank, 2))
+    return PausedLearner(make_policy(), RunSpec.of(config), folder, Affinity(), Ranks("learner", rank, 2))
 
 
 @pytest.mark.slow

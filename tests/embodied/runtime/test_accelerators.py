@@ -28,6 +28,7 @@ from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training import loop as training
 from embodied.workflows.context import WorkerContext
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import PolicySpec
 from schedulers import Cluster, ComponentProfile, DeviceRange, Node, Phase, Placement, Plan, PlanError, Point, Profile
 from sim_farm.client.farm import Farm
@@ -88,7 +89,7 @@ def planned(policy: str, learner: str, mode: schedulers.Mode = "disaggregated") 
 
 def computing(policy: str, learner: str, config: Config, mode: schedulers.Mode = "disaggregated") -> list[Affinity]:
     """Where policy and learner compute."""
-    found = assign(planned(policy, learner, mode), config, CORES)
+    found = assign(planned(policy, learner, mode), RunSpec.of(config), CORES)
     assert set(found.farms[0].physics) == set(CORES)
     assert found.hosts == ((0,) if policy == learner else (None,))
     return [found.first_of("policy"), found.first_of("learner")]
@@ -105,17 +106,22 @@ def test_policy_and_learner_get_the_gpus_that_the_plan_says(two_gpus: None) -> N
 
 def test_accelerators_that_a_worker_cannot_compute_on_are_refused(two_gpus: None) -> None:
     with pytest.raises(UserError, match="puts policy on accelerator 1; policy.device leaves cuda:0"):
-        assign(planned("here:accelerators:1", "here:cores:0"), config_of("cuda:0"), CORES)
+        assign(planned("here:accelerators:1", "here:cores:0"), RunSpec.of(config_of("cuda:0")), CORES)
 
 
 def test_each_of_several_accelerators_has_a_replica_or_a_rank(two_gpus: None) -> None:
-    found = assign(planned("here:accelerators:0-1", "here:accelerators:0-1", "collocated"), config_of(), CORES)
+    found = assign(
+        planned("here:accelerators:0-1", "here:accelerators:0-1", "collocated"),
+        RunSpec.of(config_of(runtime={})),
+        CORES,
+    )
     assert [a.device for a in found.components["policy"]] == ["cuda:0", "cuda:1"]
     assert [a.device for a in found.components["learner"]] == ["cuda:0", "cuda:1"] and found.hosts == (0, 1)
 
 
 def test_processes_on_the_cpu_stand_in_for_accelerators_where_that_is_requested(two_gpus: None) -> None:
-    found = assign(planned("here:accelerators:0-1", "here:cores:0", "hybrid"), config_of("cpu"), CORES)
+    config = config_of("cpu", runtime={})
+    found = assign(planned("here:accelerators:0-1", "here:cores:0", "hybrid"), RunSpec.of(config), CORES)
     assert found.components["policy"] == (Affinity(device="cpu"),) * 2
 
 
@@ -128,13 +134,13 @@ def test_a_policy_on_cores_computes_there(two_gpus: None) -> None:
 def test_physics_on_an_accelerator_is_refused(two_gpus: None) -> None:
     place = Placement(("physics", "policy", "learner"), (DeviceRange("here", "accelerators", 0, 1),))
     with pytest.raises(UserError, match="puts physics on accelerators: its processes occupy cores"):
-        assign(Plan("ppo", "collocated", (Phase((place,), 4),)), config_of(), CORES)
+        assign(Plan("ppo", "collocated", (Phase((place,), 4),)), RunSpec.of(config_of()), CORES)
 
 
 def test_a_worker_computes_where_its_affinity_says(gpu: PretendDevice, tmp_path: Path) -> None:
     """Whatever the configuration says: a plan was made from it."""
     spec = PolicySpec(action_dim=3, chunk=2, state_dim=16)
-    context = WorkerContext(config_of("cpu"), spec, tmp_path, Affinity(device="cuda:0"), seeds=(3,), rounds=6)
+    context = WorkerContext(RunSpec.of(config_of("cpu")), spec, tmp_path, Affinity(device="cuda:0"), rounds=6)
     learner = Learner.make(context)
     assert device_of(learner.policy).type == "cuda" and learner.peak_bytes() == 0
     task = TaskSpec("tabletop/reach", max_episode_steps=9)
@@ -189,7 +195,7 @@ def test_more_gpus_than_processes_are_not_taken_to_help() -> None:
 def test_cores_are_varied_for_the_farm_alone_and_ahead_takes_another_gpu() -> None:
     gpus = [torch.device("cuda", i) for i in range(2)]
     ahead = config_of(plan={"ahead": True})
-    one, two, none = (probes_of(ahead, (4, 5), found) for found in (gpus[:1], gpus, []))
+    one, two, none = (probes_of(RunSpec.of(ahead), (4, 5), found) for found in (gpus[:1], gpus, []))
     assert "beside" in none and "ahead" in none and "ahead" not in one
     assert all(a.first_of("policy").device == "cuda:0" and not a.first_of("policy").cores for _, a in two.values())
     assert two["ahead"][1].first_of("learner").device == "cuda:1" and not two["ahead"][1].guests
@@ -237,7 +243,7 @@ def run(config: Config, folder: Path) -> dict[str, bytes]:
     """The tensors of its last checkpoint."""
     found = prepare_run(config, folder, resume=False)
     with open_session(config) as session:
-        training.train(config, folder, replace(session, cores=CORES), found)
+        training.train(RunSpec.of(config), folder, replace(session, cores=CORES), found)
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
     return {str(path.relative_to(last)): path.read_bytes() for path in sorted(last.rglob("*.safetensors"))}
@@ -248,7 +254,7 @@ def test_a_gpus_profile_is_refused_where_there_is_none(tmp_path: Path) -> None:
     measured = {**fingerprint(), **work_of(config), "hardware.accelerator": "Pretence"}
     schedulers.save(replace(profile_of(1e6), fingerprint=measured), path)
     with pytest.raises(UserError, match="hardware.accelerator: Pretence in the profile"):
-        checked_profile(path, config, sized_workflow(config))
-    found = checked_profile(path, config, sized_workflow(config), any_hardware=True)
+        checked_profile(path, RunSpec.of(config), sized_workflow(RunSpec.of(config)))
+    found = checked_profile(path, RunSpec.of(config), sized_workflow(RunSpec.of(config)), any_hardware=True)
     with pytest.raises(PlanError, match="occupies accelerators, and the cluster has none"):
-        schedulers.plan(sized_workflow(config), found, local_cluster(2))
+        schedulers.plan(sized_workflow(RunSpec.of(config)), found, local_cluster(2))

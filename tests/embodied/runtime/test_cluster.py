@@ -41,6 +41,7 @@ from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.actors import RayHandle
 from embodied.runtime.ray.far_physics import FarHost
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.workflows.run_spec import RunSpec
 from schedulers import ComponentProfile, Plan, Point, Profile
 from sim_farm.client.farm import Farm, FarmAddress, WorkerFailed
 from sim_farm.contract import EpisodeSpec, FarmError
@@ -216,7 +217,7 @@ def test_a_frame_source_that_dies_is_named_with_the_rank_that_called_it(machines
     config = parse_config({**test_learner_ranks.IMAGES, "workflow": "ppo"}, "test")
     with (
         pytest.raises(WorkerFailed, match="^learner [01]: frame source of learner died during 'frames'"),
-        start_run(config, tmp_path, session, of_two_ranks(machines, "far")) as workers,
+        start_run(RunSpec.of(config), tmp_path, session, of_two_ranks(machines, "far")) as workers,
     ):
         workers.begin(None, 0)
         workers.iterate(0)
@@ -267,7 +268,7 @@ def test_auto_uses_other_nodes_and_computes_the_same(
 @pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
-    placed = plan_run(planned_run(1e-4, tmp_path), session_of(config_of(), machines.runtime), tmp_path)
+    placed = plan_run(RunSpec.of(planned_run(1e-4, tmp_path)), session_of(config_of(), machines.runtime), tmp_path)
     assert placed.plan is not None and placed.cluster is not None
     assert {node for phase in placed.plan.phases for p in phase.placements for node in p.nodes} == {"here"}
     assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
@@ -296,7 +297,7 @@ def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     config = config_of(plan={"file": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
-    found = plan_run(config, session_of(config, machines.runtime), tmp_path).assignment
+    found = plan_run(RunSpec.of(config), session_of(config, machines.runtime), tmp_path).assignment
     far = machines.node("far").id
     assert [(a.node, a.device) for a in found.components["policy"]] == [("", "cpu")]
     assert [(a.node, a.device) for a in found.components["learner"]] == [("", "cpu"), (far, "cpu")]
@@ -309,7 +310,7 @@ def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machi
               {"components": ["policy", "learner"], "devices": ["here:cores:0"]}]  # fmt: skip
     plan = {"workflow": "ppo", "mode": "disaggregated", "phases": [{"micro_batch": 4, "placements": places}]}
     with pytest.raises(UserError, match="the node gone .* has left the cluster"):
-        assign(schedulers.from_data(Plan, plan), config, (0,), session_of(config, machines.runtime).nodes)
+        assign(schedulers.from_data(Plan, plan), RunSpec.of(config), (0,), session_of(config, machines.runtime).nodes)
 
 
 @pytest.mark.slow

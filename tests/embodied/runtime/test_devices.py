@@ -41,6 +41,7 @@ from embodied.runtime.ray.actors import _portable
 from embodied.trajectories.batch import TensorDecisions, Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
 from embodied.workflows.context import make_policy
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
 from policies.scripted.random_actions import RandomActions
 from policies.small.gaussian_mlp import GaussianMLP
@@ -223,7 +224,7 @@ def config_of(epochs: int = 2, unit: str = "action", **loss: Any) -> Config:
 def test_an_update_is_that_of_the_cpu(kind: str, unit: str, lag: int, gpu: PretendDevice, tmp_path: Path) -> None:
     """To the last bit, since both are computed here."""
     config, batch = config_of(unit=unit), make_batch(kind)
-    one, other = Learner(far(kind), config, tmp_path), Learner(make(kind), config, tmp_path)
+    one, other = Learner(far(kind), RunSpec.of(config), tmp_path), Learner(make(kind), RunSpec.of(config), tmp_path)
     for iteration in range(2 if lag == 0 else 1):
         found, expected = one.update(batch, iteration + lag), other.update(batch, iteration + lag)
         assert {k: v for k, v in found.items() if k != "learner/update_s"} == pytest.approx(
@@ -236,7 +237,7 @@ def test_an_update_is_that_of_the_cpu(kind: str, unit: str, lag: int, gpu: Prete
 
 
 def test_an_optimiser_step_waits_for_the_device_once(gpu: PretendDevice, tmp_path: Path) -> None:
-    learner, batch = Learner(far(), config_of(), tmp_path), make_batch("gaussian_mlp")
+    learner, batch = Learner(far(), RunSpec.of(config_of()), tmp_path), make_batch("gaussian_mlp")
     gpu.waits.clear()
     steps = learner.update(batch, 0)["learner/steps"]
     observing = gpu.waits[int(steps) :]
@@ -246,13 +247,13 @@ def test_an_optimiser_step_waits_for_the_device_once(gpu: PretendDevice, tmp_pat
 
 @pytest.mark.slow
 def test_a_checkpoint_is_the_same_from_any_device_and_loads_onto_any(gpu: PretendDevice, tmp_path: Path) -> None:
-    learner = Learner(far(), config_of(), tmp_path)
+    learner = Learner(far(), RunSpec.of(config_of()), tmp_path)
     learner.update(make_batch("gaussian_mlp"), 0)
     learner.save(tmp_path / "checkpoints", checkpoint.RunState(1, 0, 0.0, ()), {"episode": np.zeros(1)})
     learner.saved()
     folder = checkpoint.latest(tmp_path / "checkpoints")
     assert folder is not None
-    on_cpu, back = Learner(make(), config_of(), tmp_path), Learner(far(), config_of(), tmp_path)
+    on_cpu, back = Learner(make(), RunSpec.of(config_of()), tmp_path), Learner(far(), RunSpec.of(config_of()), tmp_path)
     for other in (on_cpu, back):
         other.load(folder)
         assert_equal(near(other.weights()), near(learner.weights()))
@@ -310,7 +311,7 @@ def test_policies_on_images_act_and_learn_there(kind: str, gpu: PretendDevice, t
         last_value=torch.randn(2, generator=g),
         version=0,
     )
-    one, other = Learner(there, config_of(), tmp_path), Learner(here, config_of(), tmp_path)
+    one, other = Learner(there, RunSpec.of(config_of()), tmp_path), Learner(here, RunSpec.of(config_of()), tmp_path)
     for learner in (one, other):
         assert learner.update(batch, 0)["learner/skipped_steps"] == 0
     assert_equal(near(one.weights()), other.weights())
@@ -321,7 +322,10 @@ def test_policies_on_images_act_and_learn_there(kind: str, gpu: PretendDevice, t
 
 @pytest.mark.slow
 def test_what_leaves_a_gpu_waits_in_the_hosts_memory_and_returns(gpu: PretendDevice, tmp_path: Path) -> None:
-    learner, other = Learner(far(), config_of(), tmp_path), Learner(make(), config_of(), tmp_path)
+    learner, other = (
+        Learner(far(), RunSpec.of(config_of()), tmp_path),
+        Learner(make(), RunSpec.of(config_of()), tmp_path),
+    )
     batch = make_batch("gaussian_mlp")
     for one in (learner, other):
         one.update(batch, 0)
@@ -379,8 +383,8 @@ def test_what_no_weight_enters_is_computed_once_if_it_is_needed_twice(
     device: str, epochs: int, lag: int, gpu: PretendDevice, tmp_path: Path
 ) -> None:
     config, batch = config_of(epochs=epochs), make_batch("gaussian_mlp")
-    ahead = Learner(precomputing(device), config, tmp_path)
-    plain = Learner(make(), config, tmp_path)
+    ahead = Learner(precomputing(device), RunSpec.of(config), tmp_path)
+    plain = Learner(make(), RunSpec.of(config), tmp_path)
     for learner in (ahead, plain):
         learner.policy.ratio_tolerance = 1e-4
         learner.update(batch, lag)
@@ -395,7 +399,7 @@ def test_what_no_weight_enters_is_computed_once_if_it_is_needed_twice(
 
 
 def test_a_policy_that_has_nothing_to_precompute_is_evaluated_as_it_is(tmp_path: Path) -> None:
-    learner = Learner(precomputing(empty=True), config_of(epochs=2), tmp_path)
+    learner = Learner(precomputing(empty=True), RunSpec.of(config_of(epochs=2)), tmp_path)
     learner.update(make_batch("gaussian_mlp"), 0)
     assert isinstance(learner.policy, Precomputing) and learner.policy.computed == 2 * T * B
 
@@ -421,7 +425,7 @@ def run(device: str, folder: Path, one_process: bool, unload: bool) -> dict[str,
     farm = FarmAssignment(groups=2, physics=(core,), physics_nodes=(HERE,))
     components = {"policy": (Affinity(),), "learner": (Affinity(),)}
     assignment = Assignment("collocated", (farm,), components, (0,) if one_process else (), unload=unload)
-    with open_session(config) as session, start_run(config, folder, session, assignment) as workers:
+    with open_session(config) as session, start_run(RunSpec.of(config), folder, session, assignment) as workers:
         workers.begin(None, 0)
         last = [workers.iterate(number) for number in range(3)][-1]
         workers.save(folder / "checkpoints", checkpoint.RunState(3, 0, 0.0, ()), last.environments)
@@ -471,7 +475,7 @@ def test_frames_go_to_a_gpu_from_where_they_were_drawn_and_are_pinned_while_they
 
 
 def test_weights_leave_the_gpu_for_another_process(gpu: PretendDevice, tmp_path: Path) -> None:
-    weights = Learner(far(), config_of(), tmp_path).weights()
+    weights = Learner(far(), RunSpec.of(config_of()), tmp_path).weights()
     gpu.waits.clear()
     sent = _portable(weights)
     assert gpu.waits == ["synchronize"]
@@ -485,7 +489,7 @@ def test_what_is_frozen_is_not_sent(tmp_path: Path) -> None:
     frozen = [name for name, parameter in policy.named_parameters() if name.startswith("actor.0")]
     for name, parameter in policy.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    learner = Learner(policy, config_of(), tmp_path)
+    learner = Learner(policy, RunSpec.of(config_of()), tmp_path)
     weights = learner.weights()
     assert frozen and set(weights) == set(policy.state_dict()) - set(frozen)
 
@@ -505,4 +509,4 @@ def test_a_learner_has_no_more_threads_than_its_network_can_use(tmp_path: Path) 
     config = parse_config({"env": {"task": "tabletop/reach"}}, "test")
     for widths, expected in (([16], 1), ([1024, 1024], 3)):
         policy = policies.build("gaussian_mlp", PolicySpec(action_dim=2, chunk=1, state_dim=8), 0, widths=widths)
-        assert Learner(policy, config, tmp_path, Affinity((), 3))._affinity.threads == expected
+        assert Learner(policy, RunSpec.of(config), tmp_path, Affinity((), 3))._affinity.threads == expected

@@ -33,6 +33,7 @@ from embodied.runtime.handles import Handle
 from embodied.runtime.ray import cluster as ray_cluster
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import PolicyError
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.shared_memory.memory import FOLDER
@@ -69,7 +70,7 @@ def session_of(config: Config, runtime: Runtime) -> Session:
 def train(config: Config, folder: Path, runtime: Runtime) -> dict[str, bytes]:
     """The bytes of the last checkpoint's tensors."""
     prepare_run(config, folder, resume=False)
-    training.train(config, folder, session_of(config, runtime), None)
+    training.train(RunSpec.of(config), folder, session_of(config, runtime), None)
     last = checkpoint.latest(folder / "checkpoints")
     assert last is not None
     checkpoint.verify(last)
@@ -420,12 +421,13 @@ from pathlib import Path
 from embodied.execution.session import open_session
 from embodied.run.folder import prepare_run
 from embodied.training.loop import train
+from embodied.workflows.run_spec import RunSpec
 from tests.embodied.runtime.test_runtime import config_of
 folder = Path(sys.argv[1])
 config = config_of(iterations=100_000, rollout={"decisions": 200}, farm={"groups": 2, "physics_workers": 1})
 prepare_run(config, folder, resume=False)
 with open_session(config) as session:
-    train(config, folder, session, None)
+    train(RunSpec.of(config), folder, session, None)
 """
 
 

@@ -26,6 +26,7 @@ from embodied.run.checkpoint import RunState
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import make_policy
 from embodied.workflows.recipes import GRPO
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy, PolicySpec
 from tests.embodied.support.copied_out import copied_out
 
@@ -62,7 +63,7 @@ def begun(config: Config, folder: Path, policy: Path | None = None) -> Iterator[
     """The run's workers; the policy is new, or from a checkpoint."""
     with (
         open_session(config) as session,
-        start_run(config, folder, session, configured(config, session.cores)) as workers,
+        start_run(RunSpec.of(config), folder, session, configured(RunSpec.of(config), session.cores)) as workers,
     ):
         if policy is not None:
             workers.load(policy)
@@ -113,7 +114,7 @@ def policy_of(config: Config) -> Policy:
 
 
 def learner_of(config: Config, folder: Path, policy: Path | None = None) -> Learner:
-    learner = Learner(policy_of(config), config, folder)
+    learner = Learner(policy_of(config), RunSpec.of(config), folder)
     if policy is not None:
         learner.load(policy)
     return learner

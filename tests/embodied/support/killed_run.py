@@ -18,6 +18,7 @@ from embodied.config.files import parse_config
 from embodied.execution.session import open_session
 from embodied.run.folder import open_run_folder
 from embodied.training.loop import train
+from embodied.workflows.run_spec import RunSpec
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")
 """What of a save is counted, wherever a path says that it is of a checkpoint that is begun, replaced or removed."""
@@ -76,7 +77,7 @@ def _trained(settings: dict[str, Any], folder: Path, killed: Killed) -> None:
         open_run_folder(config, "test", folder.parent, True, "rl") as (run_dir, found),
         open_session(config) as session,
     ):
-        train(config, run_dir, session, found)
+        train(RunSpec.of(config), run_dir, session, found)
     signal.setitimer(signal.ITIMER_PROF, 0)
     moments = {"cpu_s": time.process_time() - begin, "events": seen}
     (folder.parent / f"{folder.name}.json").write_text(json.dumps(moments))

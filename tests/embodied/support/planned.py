@@ -17,11 +17,12 @@ from embodied import cli
 from embodied.config.files import parse_config
 from embodied.execution.session import Session, open_session
 from embodied.planning import profiler as profiling
-from embodied.planning.profiler import profile_config
+from embodied.planning.profiler import profile_run
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
+from embodied.workflows.run_spec import RunSpec
 from schedulers import Profile
 
 CORES = sorted(os.sched_getaffinity(0))[:2]
@@ -65,7 +66,7 @@ def profile(few_iterations: None, ray_runtime: RayRuntime) -> Profile:
     """Measured as `embodied profile` does, by workers in processes of their own; once for the modules of a process."""
     if not _measured:
         config = parse_config({**SETTINGS, "runtime": {"deadline_s": 120}}, "test")
-        _measured.append(profile_config(config, Session(config, ray_runtime, tuple(CORES)), Path()))
+        _measured.append(profile_run(RunSpec.of(config), Session(config, ray_runtime, tuple(CORES)), Path()))
     return _measured[0]
 
 
@@ -87,7 +88,7 @@ def train(folder: Path, **sections: Any) -> Path:
     config = parse_config({**SETTINGS, **sections}, "test")
     found = prepare_run(config, folder, resume=folder.exists())
     with open_session(config) as session:
-        training.train(config, folder, replace(session, cores=tuple(CORES)), found)
+        training.train(RunSpec.of(config), folder, replace(session, cores=tuple(CORES)), found)
     return folder
 
 

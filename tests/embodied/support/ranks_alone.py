@@ -19,6 +19,7 @@ from embodied.runtime.handles import WorkerGroup
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.trajectories.batch import Trajectories
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy
 from tests.embodied.learning.test_learner import make_policy
 
@@ -57,7 +58,7 @@ def small_policy() -> Policy:
 
 
 def make_rank(make: Any, options: dict[str, Any], config: Config, folder: Path, rank: int, ranks: int) -> Counted:
-    return Counted(make(**options), config, folder, Affinity(), Ranks("learner", rank, ranks))
+    return Counted(make(**options), RunSpec.of(config), folder, Affinity(), Ranks("learner", rank, ranks))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.far_physics import FarHost
 from embodied.runtime.ray.local_ray import AUTHENTICATION
 from embodied.runtime.ray.runtime import RayRuntime
+from embodied.workflows.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -64,7 +65,7 @@ class Machines:
         nodes = [self.node(name).id for name in names]
 
         def placed(config: Config, cores: tuple[int, ...], known: Mapping[str, str] | None = None) -> Assignment:
-            found = configured(config, cores, known)
+            found = configured(RunSpec.of(config), cores, known)
             count = len(found.farms[0].physics)
             homes = tuple(nodes[i % len(nodes)] for i in range(count))
             return replace(found, farms=(replace(found.farms[0], physics=(None,) * count, physics_nodes=homes),))

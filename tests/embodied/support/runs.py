@@ -23,6 +23,7 @@ from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.recipes import GRPO, PPO
+from embodied.workflows.run_spec import RunSpec
 
 ITERATIONS = 3
 CORES = sorted(os.sched_getaffinity(0))
@@ -151,7 +152,7 @@ def run(
     """Three iterations by the assignment; `drains`: those after which no rollout is ahead."""
     (folder / "gathered").mkdir(parents=True)
     config = kept_in(folder / "gathered", parse_config(settings, "test"))
-    with start_run(config, folder, session, assignment) as workers:
+    with start_run(RunSpec.of(config), folder, session, assignment) as workers:
         workers.begin(None, 0)
         iterations = [workers.iterate(i, drain=i in drains or i == ITERATIONS - 1) for i in range(ITERATIONS)]
         if assignment.unload:

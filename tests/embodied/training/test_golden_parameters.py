@@ -27,6 +27,7 @@ from embodied.execution.session import open_session
 from embodied.run import checkpoint
 from embodied.run.folder import prepare_run
 from embodied.training import loop as training
+from embodied.workflows.run_spec import RunSpec
 from tests.variants import often
 
 RECORD = Path(__file__).with_name("golden_parameters.json")
@@ -73,7 +74,7 @@ def parameters_after(run: str, folder: Path) -> dict[str, Tensor]:
     try:
         torch.set_num_threads(1)
         with open_session(config) as session:
-            training.train(config, run_dir, session, None)
+            training.train(RunSpec.of(config), run_dir, session, None)
     finally:
         torch.set_num_threads(threads)
     newest = checkpoint.latest(run_dir / "checkpoints")

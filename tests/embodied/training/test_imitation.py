@@ -30,7 +30,7 @@ from embodied.run.folder import prepare_run, with_init
 from embodied.run.saved_settings import settings_of
 from embodied.training.imitator import STAGE, Imitator
 from embodied.training.sft import imitate, read_demonstrations
-from embodied.workflows.context import task_spec
+from embodied.workflows.run_spec import task_spec
 from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics

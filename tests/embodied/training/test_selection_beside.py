@@ -23,6 +23,7 @@ from embodied.reporting.metrics import SELECTION, read
 from embodied.run import checkpoint
 from embodied.training import loop, selection
 from embodied.training.selection import VISIBLE_GPUS, BackgroundError, BackgroundProcess, Room, free_room
+from embodied.workflows.run_spec import RunSpec
 from tests.embodied.run.test_resume import assert_same_run, rewind, run
 from tests.embodied.training.test_selection import SETTINGS
 from tests.variants import often
@@ -186,8 +187,8 @@ def test_a_room_shows_its_process_one_gpu(visible: str, seen: str, monkeypatch: 
 
 def test_a_configured_run_leaves_room_only_if_its_settings_do() -> None:
     cores = (0, 1)
-    assert free_room(configured(config_of(1, farm={}), cores), cores, []) is None
-    assert free_room(configured(config_of(1), cores), cores, []) == Room(1)
-    assert free_room(configured(config_of(1, farm={"physics_workers": 1}), cores), cores, []) is None
+    assert free_room(configured(RunSpec.of(config_of(1, farm={})), cores), cores, []) is None
+    assert free_room(configured(RunSpec.of(config_of(1)), cores), cores, []) == Room(1)
+    assert free_room(configured(RunSpec.of(config_of(1, farm={"physics_workers": 1})), cores), cores, []) is None
     inline = config_of(1, runtime=INLINE)
-    assert free_room(configured(inline, cores), cores, []) is None
+    assert free_room(configured(RunSpec.of(inline), cores), cores, []) is None

@@ -33,6 +33,7 @@ from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
 from embodied.trajectories.batch import Trajectories
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, TrajectoryMemory
+from embodied.workflows.run_spec import RunSpec
 from policies.contract import Action, Inputs
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.episodes import ListedEpisodes
@@ -130,7 +131,7 @@ def test_final_observations_are_never_drawn_over_trajectories() -> None:
 
 def test_acting_copies_no_frame_and_learning_copies_each_that_it_reads_once(tmp_path: Path) -> None:
     config = config_of()
-    with open_session(config) as session, start_run(config, tmp_path, session, assigned()) as workers:
+    with open_session(config) as session, start_run(RunSpec.of(config), tmp_path, session, assigned()) as workers:
         workers.begin(None, 0)
         for number in range(2):
             one = workers.iterate(number)
@@ -159,7 +160,7 @@ class NewPixels(TorchDispatchMode):
 def test_what_is_counted_is_all_that_is_copied(tmp_path: Path) -> None:
     """Of every uint8 tensor that torch makes in an iteration, acting and learning."""
     config = config_of()
-    with open_session(config) as session, start_run(config, tmp_path, session, assigned()) as workers:
+    with open_session(config) as session, start_run(RunSpec.of(config), tmp_path, session, assigned()) as workers:
         workers.begin(None, 0)
         workers.iterate(0)
         with NewPixels() as pixels:
@@ -186,10 +187,10 @@ def test_a_frame_is_copied_once_between_renderer_and_device(
     config = config_of()
     prepare_run(config, tmp_path, resume=False)
     with pytest.MonkeyPatch.context() as patch, open_session(config) as session:
-        placed = training.plan_run(config, session, tmp_path)
+        placed = training.plan_run(RunSpec.of(config), session, tmp_path)
         vars(placed)["assignment"] = assigned(one_process)
         patch.setattr(training, "plan_run", lambda *_: placed)
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     rows = read(tmp_path)
     assert len(rows) == 2 and all(row["farm/frame_copies"] == 1 for row in rows)
     assert "Trajectory memory: 0.1 MB (frames 0.1 MB) in this process" in " ".join(capsys.readouterr().out.split())
@@ -199,7 +200,7 @@ def test_runs_without_frames_count_none(tmp_path: Path) -> None:
     config = config_of(env={"task": "tabletop/reach", "num_envs": 4}, policy={"options": {"widths": [8]}})
     prepare_run(config, tmp_path, resume=False)
     with open_session(config) as session:
-        training.train(config, tmp_path, session, None)
+        training.train(RunSpec.of(config), tmp_path, session, None)
     assert not [key for row in read(tmp_path) for key in row if "frame" in key]
 
 
@@ -234,7 +235,7 @@ def blocks_of(workers: OnPolicy) -> list[Path]:
 def test_frames_too_large_are_refused_before_anything_is_drawn(ray: Session, tmp_path: Path) -> None:
     config = config_of(10**9)
     with pytest.raises(FarmError, match=r"the frame memory \(.* rows of 1 x 32 x 32 pixels\) needs .* remount"):
-        with start_run(config, tmp_path, ray, assigned()):
+        with start_run(RunSpec.of(config), tmp_path, ray, assigned()):
             pass
 
 
@@ -251,7 +252,7 @@ def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: S
         with pytest.raises(ZeroDivisionError):
             yield
 
-    with ends(), start_run(config_of(), tmp_path, ray, assigned()) as workers:
+    with ends(), start_run(RunSpec.of(config_of()), tmp_path, ray, assigned()) as workers:
         blocks += blocks_of(workers)
         workers.begin(None, 0)
         one = workers.iterate(0)
@@ -266,11 +267,12 @@ def test_nothing_is_left_in_shared_memory_however_a_run_ends(fails: bool, ray: S
 KILLED = """
 import os, sys
 from pathlib import Path
+from embodied.workflows.run_spec import RunSpec
 from embodied.execution.iteration import start_run
 from embodied.execution.session import open_session
 from tests.embodied.trajectories.test_trajectory_memory import assigned, blocks_of, config_of
 config = config_of(runtime={"mode": "ray"})
-with open_session(config) as session, start_run(config, Path(sys.argv[1]), session, assigned()) as workers:
+with open_session(config) as session, start_run(RunSpec.of(config), Path(sys.argv[1]), session, assigned()) as workers:
     workers.begin(None, 0)
     workers.iterate(0)
     print(*blocks_of(workers), flush=True)
@@ -353,7 +355,7 @@ def test_policy_worker_and_learner_take_a_fifth_of_a_rollouts_bytes_for_themselv
         env={"task": "tabletop/reach", "num_envs": 8, "cameras": 1, "image_size": 224, "max_episode_steps": 500},
         optim={"epochs": 1, "minibatch": 4, "micro_batch": 4},
     )
-    with start_run(config, tmp_path, ray, assigned()) as workers:
+    with start_run(RunSpec.of(config), tmp_path, ray, assigned()) as workers:
         workers.begin(None, 0)
 
         def iterate(decisions: int, number: int) -> None:
