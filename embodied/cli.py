@@ -211,10 +211,6 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
         # The reader of the help, `head` for example, has ended. What is still buffered has no reader either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
-    if "pydantic" in sys.modules:  # the modules of verbs whose arguments have bounds import it
-        from embodied.commands.arguments import check_own
-
-        check_own(args)
     if "settings" not in names:
         return args
     from embodied.config.files import checked

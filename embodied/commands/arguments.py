@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import Annotated, Literal, Self, get_type_hints
 
 import tyro
 from pydantic import Field, TypeAdapter, ValidationError
@@ -17,6 +17,20 @@ from embodied.errors import UserError
 from embodied.run import RUNS
 from embodied.run.continued import continued, typed_keys
 from embodied.run.saved_settings import CONFIG
+
+
+class Bounded:
+    """Base of arguments whose types have bounds, `Annotated[int, Field(ge=1)]`."""
+
+    def check(self) -> None:
+        """Raise `UserError` for an argument that is beyond its bound."""
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            try:
+                TypeAdapter(hint).validate_python(getattr(self, name))
+            except ValidationError as error:
+                place = explained(error, [])
+                dot = "" if place.startswith(":") else "."
+                raise UserError(f"--{name.replace('_', '-')}{dot}{place}") from error
 
 
 @dataclass(frozen=True)
@@ -314,7 +328,7 @@ class InspectArguments:
 
 
 @dataclass(frozen=True)
-class RewardArguments:
+class RewardArguments(Bounded):
     """Train a success classifier from recorded episodes, solved and not: what `reward.classifier` names in a
     configuration whose workflow has a reward worker (ppo_reward)."""
 
@@ -367,19 +381,6 @@ class ReportArguments:
     """Folder of the runs."""
     json: Path | None = None
     """Write the result to this file."""
-
-
-def check_own(args: Any) -> None:
-    """Raise `UserError` for an argument of the verb itself that is beyond the bound that its type has."""
-    for name, hint in get_type_hints(type(args), include_extras=True).items():
-        if name == "settings":
-            continue
-        try:
-            TypeAdapter(hint).validate_python(getattr(args, name))
-        except ValidationError as error:
-            place = explained(error, [])
-            dot = "" if place.startswith(":") else "."
-            raise UserError(f"--{name.replace('_', '-')}{dot}{place}") from error
 
 
 def unchecked_sections() -> ConstructorRegistry:

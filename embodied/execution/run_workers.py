@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,12 +25,13 @@ from embodied.reporting.live import tell
 from embodied.run.trace import SpanRecorder
 from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
-from embodied.workflows.checks import check_measure, check_ranks, check_recorded_starts
-from embodied.workflows.context import WorkerContext, check_same_sizes, policy_spec
+from embodied.workflows.checks import check_ranks, check_tasks
+from embodied.workflows.context import WorkerContext, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent
 from embodied.workflows.run_spec import RunSpec
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
+from sim_farm.contract import TaskInfo
 
 
 @dataclass(kw_only=True)
@@ -84,7 +84,11 @@ def start_workers(
     farms = farm_specs(spec, assignment)
     check_replicas(len(assignment.components[recipe.policy.name]), sum(farm.groups for farm in farms))
     check_ranks(spec.config, len(assignment.components[recipe.learner.name]))
-    rows = partial(frame_rows, spec, assignment.ahead)
+
+    def rows(infos: tuple[TaskInfo, ...]) -> int:
+        check_tasks(spec, infos)  # as soon as the sizes are known: no environment is built, and Ray is not started
+        return frame_rows(spec, assignment.ahead, infos)
+
     with session.farm(farms, assignment.farms, rows, processes_here(spec, assignment)) as farm:
         base = _context(spec, run_dir, farm, assignment)
         learner = start_ranks(session, recipe.learner, base, assignment)
@@ -141,24 +145,16 @@ def _weight_sync(
 
 
 def _context(spec: RunSpec, run_dir: Path, farm: Farm, assignment: Assignment) -> WorkerContext:
-    """The data that the run's workers are made from.
-
-    Raises `UserError` for tasks that one policy cannot act in, whose recorded initial states are not there, or that
-    have no success where the configuration needs one.
-    """
-    sizes = policy_spec(spec.config, farm.infos[0])
+    """The data that the run's workers are made from."""
     for task, info in zip(spec.tasks, farm.infos, strict=True):
-        check_same_sizes(sizes, policy_spec(task.config, info), task.env.task)
-        check_recorded_starts(task.config, info)
         if info.inexact:
             tell(
                 f"the seeds of {task.env.task} do not determine its episodes: {info.inexact}. A resumed run begins "
                 "others, nothing is filmed, and no evaluation can be repeated"
             )
-    check_measure(spec, farm.infos)
     return WorkerContext(
         spec,
-        sizes,
+        policy_spec(spec.config, farm.infos[0]),
         run_dir,
         assignment.first_of(spec.recipe.learner.name),
         rounds=memory_rounds(spec, assignment.ahead, farm.infos),

@@ -15,7 +15,8 @@ from embodied.execution.assignment import Assignment, configured, frame_rows, me
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.training.preflight import check_begun, check_training
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
-from embodied.workflows.context import check_same_sizes, make_policy, policy_spec
+from embodied.workflows.checks import check_tasks
+from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy
 from sim_farm.contract import TaskInfo
@@ -33,10 +34,8 @@ def dry_run(config: Config) -> dict[str, Any]:
     check_training(config)
     run = RunSpec.of(config)
     infos = [InProcess().describe(task.spec) for task in run.tasks]
-    spec = policy_spec(config, infos[0])
-    for task, info in zip(run.tasks, infos, strict=True):
-        check_same_sizes(spec, policy_spec(task.config, info), task.env.task)
-    policy = make_policy(config, spec)
+    check_tasks(run, infos)
+    policy = make_policy(config, policy_spec(config, infos[0]))
     found = {
         "tasks": [_task(info) for info in infos],
         "policy": _policy(config, policy, infos[0]),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from embodied.algorithms.estimators import overlong_limits
 from embodied.config.schema import Config
 from embodied.errors import UserError
+from embodied.workflows.context import check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe
 from embodied.workflows.run_spec import RunSpec, tasks_of
 from embodied.workflows.unread import check_unread
@@ -65,6 +66,17 @@ def _compares(config: Config, recipe: Recipe) -> bool:
 
 
 # --- tasks, their measure, their starts, ranks
+
+
+def check_tasks(run: RunSpec, infos: Sequence[TaskInfo]) -> None:
+    """Check what only the simulators know of a run's tasks. Raises `UserError` for tasks that one policy cannot act in,
+    whose recorded initial states are not there, or that have no success where a setting needs one; `PolicyError` for
+    actions that the policy cannot give."""
+    sizes = policy_spec(run.config, infos[0])
+    for task, info in zip(run.tasks, infos, strict=True):
+        check_same_sizes(sizes, policy_spec(task.config, info), task.env.task)
+        check_recorded_starts(task.config, info)
+    check_measure(run, infos)
 
 
 def check_measure(run: RunSpec, infos: Sequence[TaskInfo]) -> None:

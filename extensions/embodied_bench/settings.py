@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from embodied.commands.arguments import Bounded
 from embodied.devices import hardware
 from embodied.files import write_json
 
@@ -44,7 +45,7 @@ Positive, NotNegative = Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
-class BenchFarm:
+class BenchFarm(Bounded):
     """Env steps per second of the farm, beside gymnasium's AsyncVectorEnv and the physical limit."""
 
     task: str = "maniskill/PushCube-v1"
@@ -71,7 +72,7 @@ class BenchFarm:
 
 
 @dataclass(frozen=True)
-class BenchTransport:
+class BenchTransport(Bounded):
     """Frames from a worker to a consumer: through slots, pipe, queue and Ray's object store; memcpy is the limit."""
 
     frames: Positive = 2
@@ -85,7 +86,7 @@ class BenchTransport:
 
 
 @dataclass(frozen=True)
-class BenchPolicy:
+class BenchPolicy(Bounded):
     """Actions (OpenVLA) or chunks (OpenVLA-OFT, pi0) per second by batch size, time to the first action, memory and
     model FLOPs utilisation, beside the hardware's limits and (OpenVLA) Hugging Face's loop, one row at a time, on the
     same weights."""
@@ -116,7 +117,7 @@ class BenchPolicy:
 
 
 @dataclass(frozen=True)
-class BenchLearner:
+class BenchLearner(Bounded):
     """Samples per second of a PPO update of low-rank adapters (evaluate, backward, optimiser step) by micro-batch,
     memory and model FLOPs utilisation, beside the hardware's limit; rollout and learner share the weights."""
 
