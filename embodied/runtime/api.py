@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from embodied.runtime.deadlines import Deadline
 from embodied.runtime.handles import Handle, WorkerGroup, naming, rank_names
@@ -18,6 +18,7 @@ from sim_farm.client.farm import WorkerFailed
 from sim_farm.workers.hosts import Host, InProcess
 
 T = TypeVar("T")
+P = ParamSpec("P")
 R = TypeVar("R")
 
 Args = tuple[Any, ...] | Callable[[int], tuple[Any, ...]]
@@ -175,6 +176,10 @@ class LocalHandle(Handle[T]):
     """The worker is an object in this process. A submitted call is run at once; its reference is its result."""
 
     worker: Any = field(kw_only=True)
+
+    def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = getattr(self.worker, method.__name__)(*args, **kwargs)
+        return result
 
     def get(self, reference: R) -> R:
         return reference

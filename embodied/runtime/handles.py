@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from embodied.errors import PeerFailed
@@ -46,14 +46,6 @@ class Caller(Protocol):
 
 
 @dataclass
-class Timer:
-    """Calls of one method and their total duration, as the caller sees it."""
-
-    calls: int = 0
-    total_s: float = 0.0
-
-
-@dataclass
 class Handle(Generic[T]):
     """A worker called `name`.
 
@@ -63,18 +55,11 @@ class Handle(Generic[T]):
 
     name: str
     deadline: Deadline
-    timers: dict[str, Timer] = field(default_factory=dict)
 
     def call(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the method on the worker and return its result."""
-        begin = time.monotonic()
-        try:
-            result: R = self.get(self._start(method.__name__, args, kwargs))
-            return result
-        finally:
-            timer = self.timers.setdefault(method.__name__, Timer())
-            timer.calls += 1
-            timer.total_s += time.monotonic() - begin
+        result: R = self.get(self._start(method.__name__, args, kwargs))
+        return result
 
     def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Start the method on the worker and return a reference to its result.
@@ -211,7 +196,8 @@ class WorkerGroup(Generic[T]):
     def call_all(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """The results of all ranks, which work concurrently on the same arguments."""
         if self.size == 1:
-            return [self.call_one(0, method, *args, **kwargs)]
+            with self._naming(0):
+                return [self.handles[0].call(method, *args, **kwargs)]
         return self.get(self.submit_all(method, *args, **kwargs))
 
     def scatter(self, method: Callable[..., R], per_rank_args: Sequence[tuple[Any, ...]]) -> list[R]:

@@ -164,7 +164,6 @@ def test_a_late_call_names_worker_method_and_time(clumsy: Handle[Clumsy]) -> Non
         clumsy.call(Clumsy.sleep, 2.0)
     clumsy.deadline = Deadline(60.0)
     assert clumsy.call(Clumsy.sleep, 0.0) == "awake", "a worker that was late is of no use any more"
-    assert clumsy.timers["sleep"].calls == 2
 
 
 @pytest.mark.slow
