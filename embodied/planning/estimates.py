@@ -50,8 +50,8 @@ class ExecutedCosts:
         with FlopCounterMode(display=False) as acting:
             action = policy.act(inputs, noise)
         with FlopCounterMode(display=False) as learning:
-            found = policy.evaluate(inputs, action.trace)
-            (found.log_prob.sum() + found.entropy.sum() + found.value.sum()).backward()  # type: ignore[no-untyped-call]
+            terms = policy.evaluate(inputs, action.trace)
+            (terms.log_prob.sum() + terms.entropy.sum() + terms.value.sum()).backward()  # type: ignore[no-untyped-call]
         policy.zero_grad(set_to_none=True)
         size = nbytes(policy)
         self._decision = Work(float(acting.get_total_flops()), weight_bytes=size)
@@ -142,7 +142,7 @@ def _on(component: ComponentProfile, seconds: dict[int, float], card: Card, effi
 
 def _halves(most: int) -> Sequence[int]:
     """1, ..., most / 4, most / 2, most: where the roofline bends, a straight line between two is not far off."""
-    found = [most]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return found[::-1]
+    counts = [most]
+    while counts[-1] > 1:
+        counts.append(counts[-1] // 2)
+    return counts[::-1]

@@ -33,18 +33,18 @@ Probes = dict[str, tuple[RunSpec, Assignment]]
 
 
 def probes_of(
-    run: RunSpec, cores: tuple[int, ...], gpus: Sequence[torch.device], drawers: Sequence[RenderDevice] = ()
+    run: RunSpec, cores: tuple[int, ...], gpus: Sequence[torch.device], draws_on: Sequence[RenderDevice] = ()
 ) -> Probes:
     """The measured runs by name: a run with its number of environments, and an assignment.
 
-    `drawers` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
+    `draws_on` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
     render worker of its own; none: as configured. Of several tasks, whose simulators are measured one task at a time,
     only what their sum changes: all that is not in the loop, alone.
     """
     config, recipe, half, several = run.config, run.recipe, halved(run), len(run.tasks) > 1
     whole, one = _turns(run, cores, cores), _turns(run, cores[:1], cores[:1])
-    if drawers:
-        whole, one = (_drawing_on(probe, drawers[0]) for probe in (whole, one))
+    if draws_on:
+        whole, one = (_drawing_on(probe, draws_on[0]) for probe in (whole, one))
     if gpus:
         whole, one = (_computing_on(probe, recipe, config, gpus[0], len(cores)) for probe in (whole, one))
     probes = {
@@ -53,7 +53,7 @@ def probes_of(
         "one core": (run, one),
         "one core, half": (half, one),
     }
-    for number in [drawer for drawer in drawers if drawer != "cpu" and not several]:
+    for number in [device for device in draws_on if device != "cpu" and not several]:
         drawn = _drawing_on(whole, number, apart=True)
         probes |= {"drawn": (run, drawn), "drawn, half": (half, drawn)}
     if not several:
@@ -151,7 +151,7 @@ class GpuDrawing:
     switch: tuple[Switch, Switch]
 
 
-def drawers_of(config: Config, gpus: Sequence[torch.device]) -> tuple[RenderDevice, ...]:
+def drawing_devices(config: Config, gpus: Sequence[torch.device]) -> tuple[RenderDevice, ...]:
     """The devices that a profile of the task measures: software and the first GPU, as far as they draw and
     `farm.devices` leaves them. None where there is nothing to choose: no GPU, or nothing is drawn.
 

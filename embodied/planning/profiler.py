@@ -28,7 +28,7 @@ from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
 from embodied.other_programs import OtherPrograms
 from embodied.planning.clusters import ComponentRoles, roles_of
-from embodied.planning.probes import GpuDrawing, drawers_of, exchanges_of, gpu_drawing, probes_of
+from embodied.planning.probes import GpuDrawing, drawing_devices, exchanges_of, gpu_drawing, probes_of
 from embodied.statistics import typical
 from embodied.workflows.run_spec import RunSpec
 from embodied.workflows.sizes import holds_shards, workflow_of
@@ -86,7 +86,7 @@ class Probed:
     peak_bytes: int
     """Peak GPU memory of the learner's process, which includes rollout worker and scorers."""
     trained: TrainedBytes
-    drawers: tuple[RenderDevice, ...] = ()
+    draws_on: tuple[RenderDevice, ...] = ()
     """Devices that frames were drawn on; none: as configured."""
     drawn: GpuDrawing | None = None
     """Measurement of a render worker on a GPU, if there was one."""
@@ -134,13 +134,13 @@ def profile_run(run: RunSpec, session: Session, scratch: Path) -> Profile:
 
 def _probe(run: RunSpec, session: Session, scratch: Path) -> Probed:
     gpus = accelerators(run.config.policy.device)
-    drawers = drawers_of(run.config, gpus)
+    draws_on = drawing_devices(run.config, gpus)
     drawn: GpuDrawing | None = None
     taken: dict[str, Measured] = {}
     infos: tuple[TaskInfo, ...] = ()
     switches: Switches = {}
     peak, trained = 0, TrainedBytes(0, 0, 0)
-    for name, (changed, assignment) in probes_of(run, session.cores, gpus, drawers).items():
+    for name, (changed, assignment) in probes_of(run, session.cores, gpus, draws_on).items():
         with start_run(changed, scratch, session, assignment) as workers:
             infos = workers.farm.infos
             taken[name] = measure(workers)
@@ -150,7 +150,7 @@ def _probe(run: RunSpec, session: Session, scratch: Path) -> Probed:
             if name == "drawn":
                 drawn = gpu_drawing(workers, gpus[0])
     workflow = workflow_of(run, _lengths(infos))
-    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained, drawers, drawn)
+    return Probed(workflow, infos, taken, len(session.cores), bool(gpus), switches, peak, trained, draws_on, drawn)
 
 
 def measure(workers: OnPolicy) -> Measured:
@@ -261,7 +261,7 @@ def _drawing(probed: Probed) -> ComponentProfile:
     if "drawn" not in probed.taken:
         return found
     gpu = _drawing_on_gpu(probed)
-    return replace(found, other_pool=gpu) if "cpu" in probed.drawers else gpu
+    return replace(found, other_pool=gpu) if "cpu" in probed.draws_on else gpu
 
 
 def _drawing_on_gpu(probed: Probed) -> ComponentProfile:

@@ -195,7 +195,7 @@ class PolicyReplica(ActingPolicy):
             super()._load(state)
 
     def _require_weights(self) -> None:
-        """Raise `LentOver` where the weights that it maps have been written over."""
+        """Raise `Overwritten` where the weights that it maps have been written over."""
         if self._mapped is not None:
             self._mapped.require_unchanged()
 

@@ -82,7 +82,7 @@ class Position:
         return cls(state.iteration, state.env_steps, state.wall_s, *recent)
 
 
-class Unwritten:
+class FailedWrites:
     """Checkpoints that could not be written since the last complete one."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class RunCheckpoints:
     """Seconds that the last complete one took."""
     _in_flight: tuple[Path, int] | None = None
     """Folder and iteration of the checkpoint that is being written."""
-    _unwritten: Unwritten = field(default_factory=Unwritten)
+    _failed_writes: FailedWrites = field(default_factory=FailedWrites)
 
     def begin(self, workers: OnPolicy, position: Position, whole: int) -> None:
         """From now on checkpoints are those of these workers at this position. They continue from one of the iteration
@@ -218,7 +218,7 @@ class RunCheckpoints:
         """Write and evaluate the last one, without which a run has not ended. Raises `CheckpointError` where it cannot
         be written, also when that is tried again."""
         if not (self.save_whole() or self.save_whole()):
-            raise self._unwritten.error()
+            raise self._failed_writes.error()
         self._select(last=True)
 
     def taken(self) -> dict[str, float]:
@@ -311,7 +311,7 @@ class RunCheckpoints:
         begin = time.monotonic_ns()
         self._settle()
         self.metrics.sync()  # a checkpoint that counts after a crash has its rows
-        with self._unwritten.noted():
+        with self._failed_writes.noted():
             self.workers.save(root, self.position.state(), self.position.environments)
             self._in_flight = (root, self.position.iteration)
         self._begun_s = begin / 1e9
@@ -321,9 +321,9 @@ class RunCheckpoints:
         if self._in_flight is None:
             return
         (root, iteration), self._in_flight = self._in_flight, None
-        with self._unwritten.noted():
+        with self._failed_writes.noted():
             written = self.workers.saved()
-            self._unwritten.over()
+            self._failed_writes.over()
             if root == lasting_root(self.run_dir):
                 self.whole = iteration
             if written is not None:

@@ -94,19 +94,19 @@ class Selection:
         for folder in self._folder(0).parent.glob("[0-9]*"):
             if folder.name.isdecimal() and int(folder.name) > iteration:
                 shutil.rmtree(folder)
-        found = {row["iteration"]: _measure(row, "eval/") for row in read(self._run_dir, SELECTION)}
+        measures = {row["iteration"]: _measure(row, "eval/") for row in read(self._run_dir, SELECTION)}
         # What keep_checkpoints has removed, or an evaluation by other settings, is no candidate.
         self._done = {
             number: measure
-            for number, measure in found.items()
+            for number, measure in measures.items()
             if measure is not None and self._checkpoint(number).is_dir() and self._is_ours(number)
         }
         self._mark()
 
     def begun(self, iteration: int) -> list[Candidate]:
         """Checkpoints before this iteration whose evaluation an earlier session began in the background and left."""
-        found = (int(folder.name) for folder in self._folder(0).parent.glob("[0-9]*") if folder.name.isdecimal())
-        numbers = [n for n in sorted(found) if n < iteration and n not in self._done and self._is_ours(n)]
+        folders = (int(folder.name) for folder in self._folder(0).parent.glob("[0-9]*") if folder.name.isdecimal())
+        numbers = [n for n in sorted(folders) if n < iteration and n not in self._done and self._is_ours(n)]
         states = [checkpoint.read_state(self._checkpoint(n)) for n in numbers if self._checkpoint(n).is_dir()]
         return [Candidate(state.iteration, state.env_steps, state.wall_s) for state in states]
 
@@ -145,11 +145,11 @@ class Selection:
         """
         if self._process is None or self._pending is None:
             return None
-        candidate, found = self._pending, self._process.result(block)
-        if found is None:
+        candidate, outcome = self._pending, self._process.result(block)
+        if outcome is None:
             return None
         self._pending = None
-        return self._note(candidate, found)
+        return self._note(candidate, outcome)
 
     def evaluate(self, candidate: Candidate) -> str:
         """Evaluate a checkpoint, which is complete, while the run waits. Returns a report in one line."""
@@ -164,19 +164,19 @@ class Selection:
             shutil.rmtree(into, ignore_errors=True)  # begun by other settings
         return subject, protocol, into
 
-    def _note(self, candidate: Candidate, found: Mapping[str, Any]) -> str:
+    def _note(self, candidate: Candidate, outcome: Mapping[str, Any]) -> str:
         iteration = candidate.iteration
         with MetricsWriter(self._run_dir, self._tracking, SELECTION) as record:
-            record.write(iteration, candidate.env_steps, {"wall_s": candidate.wall_s, **metrics_of(found, "eval")})
-        measure = _measure(found)
+            record.write(iteration, candidate.env_steps, {"wall_s": candidate.wall_s, **metrics_of(outcome, "eval")})
+        measure = _measure(outcome)
         assert measure is not None, "an evaluation has a return"
         self._done[iteration] = measure
         self._mark()
         best = "the best so far" if self.best == iteration else f"the best is iteration {self.best}"
-        if "success_rate" in found:
-            said = "success {success_rate:.1%} ({success_low:.1%} to {success_high:.1%})".format_map(found)
+        if "success_rate" in outcome:
+            said = "success {success_rate:.1%} ({success_low:.1%} to {success_high:.1%})".format_map(outcome)
         else:
-            said = "return {return:.2f} ({return_low:.2f} to {return_high:.2f})".format_map(found)
+            said = "return {return:.2f} ({return_low:.2f} to {return_high:.2f})".format_map(outcome)
         return f"iteration {iteration} evaluated: {said}; {best}"
 
     @property
@@ -196,8 +196,8 @@ class Selection:
 
     def _is_ours(self, iteration: int) -> bool:
         """True if the iteration was evaluated by this protocol."""
-        found = _identity(self._folder(iteration))
-        return found is not None and found.protocol == self._protocol
+        identity = _identity(self._folder(iteration))
+        return identity is not None and identity.protocol == self._protocol
 
 
 def _evaluated(subject: Subject, protocol: Protocol, into: Path, session: Session) -> dict[str, Any]:
@@ -212,9 +212,9 @@ def _identity(folder: Path) -> Identity | None:
         return None
 
 
-def _measure(found: Mapping[str, Any], prefix: str = "") -> float | None:
+def _measure(numbers: Mapping[str, Any], prefix: str = "") -> float | None:
     """By what checkpoints are compared: success, or return where the tasks have no success."""
-    return found.get(f"{prefix}success_rate", found.get(f"{prefix}return"))
+    return numbers.get(f"{prefix}success_rate", numbers.get(f"{prefix}return"))
 
 
 # --- the background: a process on a core, and with a GPU, that the run does not use
@@ -316,12 +316,12 @@ class BackgroundProcess:
         try:
             if not block and not self._ours.poll():
                 return None
-            found = self._ours.recv()
+            outcome = self._ours.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def _gone(self) -> BackgroundError:
         self._process.join(1)

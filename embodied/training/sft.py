@@ -44,7 +44,7 @@ from embodied.reporting.trackers import NOT_TRACKED, Tracking
 from embodied.run import checkpoint
 from embodied.runtime.api import InlineRuntime
 from embodied.runtime.handles import WorkerGroup
-from embodied.training.checkpoints import Unwritten
+from embodied.training.checkpoints import FailedWrites
 from embodied.training.imitator import STAGE as STAGE
 from embodied.training.imitator import Imitator
 from embodied.workflows.run_spec import task_spec, tasks_of
@@ -250,7 +250,7 @@ class _Log:
     """Steps that the newest complete checkpoint has."""
     begun: int = 0
     """Steps of the one that is being written; 0: none is."""
-    unwritten: Unwritten = field(default_factory=Unwritten)
+    failed_writes: FailedWrites = field(default_factory=FailedWrites)
 
     @property
     def wall_s(self) -> float:
@@ -262,7 +262,7 @@ class _Log:
         self.settle()
         state = self.ranks.call_one(0, Imitator.state, self.wall_s)
         if state.iteration > self.saved:
-            with self.unwritten.noted():
+            with self.failed_writes.noted():
                 self.ranks.call_all(Imitator.save, self.run_dir / "checkpoints", state, {})
                 self.begun = state.iteration
 
@@ -270,10 +270,10 @@ class _Log:
         """Wait until the checkpoint is complete that was begun, or could not be written."""
         if self.begun:
             begun, self.begun = self.begun, 0
-            with self.unwritten.noted():
+            with self.failed_writes.noted():
                 self.ranks.call_all(Imitator.saved)
                 self.saved = begun
-                self.unwritten.over()
+                self.failed_writes.over()
 
     def finish(self) -> None:
         """Write the last one. Raises `CheckpointError` where that cannot be, also when it is tried again."""
@@ -281,7 +281,7 @@ class _Log:
             self.save()
             self.settle()
         if self.ranks.call_one(0, Imitator.state, 0.0).iteration > self.saved:
-            raise self.unwritten.error()
+            raise self.failed_writes.error()
 
 
 def _learn(

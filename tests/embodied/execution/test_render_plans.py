@@ -23,7 +23,7 @@ from embodied.execution.session import Session, open_session
 from embodied.learning.learner import TrainedBytes
 from embodied.learning.offload import Switch
 from embodied.planning import profiler as profiling
-from embodied.planning.probes import GpuDrawing, drawers_of, probes_of
+from embodied.planning.probes import GpuDrawing, drawing_devices, probes_of
 from embodied.planning.profiler import Measured, Probed
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.workflows.run_spec import RunSpec
@@ -150,10 +150,10 @@ def test_a_device_that_is_requested_draws_the_same_and_has_processes_of_its_own(
 
 
 def test_what_can_draw_is_found_by_drawing() -> None:
-    assert drawers_of(config_of(), ()) == ()
-    assert drawers_of(config_of(), (GPU,)) == ("cpu",), "there is no GPU here that draws"
+    assert drawing_devices(config_of(), ()) == ()
+    assert drawing_devices(config_of(), (GPU,)) == ("cpu",), "there is no GPU here that draws"
     states = parse_config({"env": {"task": "tabletop/reach"}}, "test")
-    assert drawers_of(states, (GPU,)) == ()
+    assert drawing_devices(states, (GPU,)) == ()
 
 
 def drawing(assignment: Assignment) -> tuple[Any, Any]:
@@ -186,7 +186,7 @@ def test_a_profile_has_drawing_on_both_pools(tmp_path: Path, monkeypatch: pytest
     )
     assert all(point.seconds > 0 for point in gpu.points)
     assert (gpu.resident_bytes, gpu.unload_s, gpu.load_s) == (7e6, 0.25, 0.5)
-    alone = profiling._drawing(replace(probed, drawers=(0,)))
+    alone = profiling._drawing(replace(probed, draws_on=(0,)))
     assert alone.pool == "accelerators" and alone.other_pool is None, "software could not be had"
 
 

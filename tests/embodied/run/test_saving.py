@@ -34,7 +34,7 @@ from embodied.runtime.api import InlineRuntime
 from embodied.runtime.ranks import Ranks
 from embodied.runtime.ray.runtime import RayRuntime
 from embodied.training import loop as training
-from embodied.training.checkpoints import RunCheckpoints, Unwritten
+from embodied.training.checkpoints import FailedWrites, RunCheckpoints
 from embodied.training.selection import Candidate, Selection
 from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy
@@ -220,11 +220,11 @@ def test_a_run_ends_with_its_last_checkpoint_or_with_the_error(
 
 
 def test_what_ends_a_run_does_not_hide_what_came_first() -> None:
-    unwritten = Unwritten()
+    failed_writes = FailedWrites()
     for text in ("no room", "no folder"):
-        with unwritten.noted():
+        with failed_writes.noted():
             raise CheckpointError(text)
-    assert str(unwritten.error()) == "no folder. The first that could not be written was another: no room"
+    assert str(failed_writes.error()) == "no folder. The first that could not be written was another: no room"
 
 
 def test_a_checkpoint_that_has_no_room_is_not_evaluated(
