@@ -40,7 +40,7 @@ from embodied.learning.offload import Offload, Switch
 from embodied.learning.optimizer import make_optimizer
 from embodied.learning.parallel import ReplicatedPolicy, values_of
 from embodied.learning.trained_policy import TrainedPolicy
-from embodied.learning.update import LossFunction, Update, UpdateStatistics, metrics_of
+from embodied.learning.update import LossFunction, Update, metrics_of
 from embodied.learning.weight_sync import WeightsPublisher
 from embodied.metric import Metric
 from embodied.run import checkpoint
@@ -208,7 +208,17 @@ class Learner(TrainedPolicy, WeightsPublisher):
         found, self._received = self._received, _Received()
         with self._working(found):
             samples = self._samples_of(found, iteration)
-            statistics = self._update_from(samples, found, iteration)
+            scaled = self._controls.in_deviations(samples)
+            self._controls.set_learning_rates(self.optimizer, iteration)
+            if self._accumulates:
+                self._accumulate(found)
+                statistics = self._update.step_accumulated(scaled, iteration)
+            else:
+                statistics = self._update.run(scaled, iteration, found.lag > 0)
+            # Weights that were learned elsewhere read what the statistics beside them make of an observation.
+            if len(samples) and self._config.policy.init is None and isinstance(self.policy, Observes):
+                self.policy.observe(samples.decisions.inputs(self._device, frames=False))
+            await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
         metrics = metrics_of(samples, statistics, self._config.loss)
         metrics |= self._controls.metrics()
         metrics["learner/policy_lr"] = float(self.optimizer.param_groups[0]["lr"])
@@ -230,21 +240,6 @@ class Learner(TrainedPolicy, WeightsPublisher):
                 why = f"all its {found.broken_episodes} episodes have a reward or an observation that is not finite"
             raise UserError(f"nothing can be learned from the rollout: {why}")
         return samples
-
-    def _update_from(self, samples: Samples, found: _Received, iteration: int) -> UpdateStatistics:
-        """Update the policy on the samples of all parts."""
-        samples = self._controls.in_deviations(samples)
-        self._controls.set_learning_rates(self.optimizer, iteration)
-        if self._accumulates:
-            self._accumulate(found)
-            statistics = self._update.step_accumulated(samples, iteration)
-        else:
-            statistics = self._update.run(samples, iteration, found.lag > 0)
-        # Weights that were learned elsewhere read what the statistics beside them make of an observation.
-        if len(samples) and self._config.policy.init is None and isinstance(self.policy, Observes):
-            self.policy.observe(samples.decisions.inputs(self._device, frames=False))
-        await_devices(self.policy.parameters())  # else the last step would count as the next rollout's time
-        return statistics
 
     def _add_part(self, batch: Trajectories, iteration: int) -> tuple[int, int]:
         """Keep a part for `finish`. Returns its numbers of samples and of informative episode groups, where known."""

@@ -163,7 +163,8 @@ class Update:
                 if self._beyond_kl_limit(sums):
                     found.stopped_by_kl = True
                     return found
-                self._step(samples, minibatch, sums, grad_norm, iteration)
+                if self._finite(samples, minibatch, sums, grad_norm, iteration):
+                    self._steps.take()
                 found.grad_norms.append(grad_norm)
         return found
 
@@ -184,16 +185,15 @@ class Update:
                 losses.append(statistics)
         return losses
 
-    def _step(self, samples: Samples, minibatch: Tensor, sums: LossSums, grad_norm: float, iteration: int) -> None:
-        """Take the optimiser step, unless loss or gradient is not finite: then the minibatch is kept for inspection.
+    def _finite(self, samples: Samples, minibatch: Tensor, sums: LossSums, grad_norm: float, iteration: int) -> bool:
+        """True if loss and gradient are finite. Otherwise the step is skipped, and the minibatch kept for inspection.
 
         Raises `NonFinite` after several skipped steps in a row.
         """
         loss = sums.policy_loss + sums.value_loss + sums.entropy
         if np.isfinite(grad_norm) and np.isfinite(loss):
             self._non_finite = 0
-            self._steps.take()
-            return
+            return True
         self._non_finite += 1
         folder = self._run_dir / "non_finite"
         if self._parallel.ranks.first:
@@ -204,6 +204,7 @@ class Update:
                 f"a row; the parameters were left as they were and the minibatches are in {folder}. A smaller "
                 "learning rate, or a look at the rewards and observations in there, is the usual way on"
             )
+        return False
 
     def _read(self, losses: Sequence[MicroBatchLoss], norm: Tensor | None = None) -> tuple[LossSums, float]:
         """The statistics of all micro-batches of all ranks, and the gradient's norm. Waits for the device."""
@@ -281,7 +282,8 @@ class Update:
         if self._parallel.sharded:  # shards are summed in a backward pass: one that adds nothing
             self._backward(samples, torch.zeros(1, dtype=torch.int64), NO_GRADIENT)
         grad_norm = float(self._steps.norm(divided_by=found.sums.weights))
-        self._step(samples, torch.arange(len(samples)), found.sums, grad_norm, iteration)
+        if self._finite(samples, torch.arange(len(samples)), found.sums, grad_norm, iteration):
+            self._steps.take()
         found.grad_norms.append(grad_norm)
         return found
 
