@@ -21,8 +21,9 @@ from embodied.learning.offload import Offload, Switch
 from embodied.learning.weight_sync import WeightsLoader, check_weights, map_weights
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
 from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
-from embodied.rollout.rollout_loop import Decided, RolloutSettings, Valued
+from embodied.rollout.rollout_loop import Decided, RolloutSettings
 from embodied.rollout.rollout_worker import RolloutWorker
+from embodied.run.trace import Span
 from embodied.runtime.shared_tensors import SharedTensors
 from embodied.trajectories.memory import (
     FrameCounts,
@@ -208,6 +209,7 @@ class LocalPolicy:
     def __init__(self, farm: Farm, settings: RolloutSettings, policy: ActingPolicy) -> None:
         self._farm, self._settings, self._policy = farm, settings, policy
         self._decided: list[Decided] = []
+        self.spans: list[Span] = []
         self.frames = FrameCounts()
 
     @property
@@ -239,8 +241,8 @@ class LocalPolicy:
         farm = self._farm
         farm.wait(lambda: self.is_busy() or is_ready(), lambda: farm.late(deadline_s), deadline_s, farm.progress_ns)
 
-    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
-        return self._policy.value(inputs), []
+    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
+        return self._policy.value(inputs)
 
 
 class PolicyWorker(ActingPolicy, RolloutWorker):

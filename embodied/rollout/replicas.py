@@ -24,7 +24,8 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
-from embodied.rollout.rollout_loop import Decided, RolloutSettings, Valued
+from embodied.rollout.rollout_loop import Decided, RolloutSettings
+from embodied.run.trace import Span
 from embodied.runtime.handles import Caller, naming
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from policies.contract import Action, Inputs
@@ -137,6 +138,7 @@ class Replicas:
         """Number of updates in the weights of each replica that has answered in this rollout."""
         self.version = 0
         self.frames = FrameCounts()
+        self.spans: list[Span] = []
 
     @property
     def replicas(self) -> int:
@@ -144,6 +146,7 @@ class Replicas:
 
     def begin(self) -> None:
         self._versions.clear()
+        self.spans = []
 
     def is_free(self) -> bool:
         return bool(self._free)
@@ -186,17 +189,17 @@ class Replicas:
             lambda: max([self._farm.progress_ns(), *(call.begin_ns for call in self._calls.values())]),
         )
 
-    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
+    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
         """Each replica values as many observations as the others, in calls of no more than the largest group has."""
         count = _count(inputs)
         pieces = min(count, max(self.replicas, -(-count // self._most)))
         waiting = deque(torch.from_numpy(piece) for piece in np.array_split(np.arange(count), pieces))
-        found, calls = torch.empty(count), list[Valued]()
+        values = torch.empty(count)
 
         def keep(piece: Tensor) -> Callable[[str, Tensor, int, int], None]:
-            def finish(replica: str, values: Tensor, begin_ns: int, end_ns: int) -> None:
-                found[piece] = values
-                calls.append(Valued(replica, len(piece), begin_ns, end_ns))
+            def finish(replica: str, answer: Tensor, begin_ns: int, end_ns: int) -> None:
+                values[piece] = answer
+                self.spans.append(Span(replica, f"value {len(piece)} observations", begin_ns, end_ns))
 
             return finish
 
@@ -209,7 +212,7 @@ class Replicas:
                 self._call(rank, Replica.value_request, inputs.rows(piece), doing, keep(piece))
             if self._calls:
                 self.wait(lambda: False, deadline_s)
-        return found, calls
+        return values
 
     def _call(
         self, rank: int, method: Callable[..., Any], content: Any, doing: str, finish: Callable[..., None]

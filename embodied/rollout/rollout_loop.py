@@ -78,16 +78,6 @@ class Decided:
     """Name of the replica that decided; None: the loop's own process."""
 
 
-@dataclass(frozen=True)
-class Valued:
-    """A call of a replica that valued observations, for the trace."""
-
-    replica: str
-    count: int
-    begin_ns: int
-    end_ns: int
-
-
 class PolicyClient(Protocol):
     """The policy as the rollout loop uses it: requests are submitted group by group, and decisions arrive later."""
 
@@ -102,6 +92,11 @@ class PolicyClient(Protocol):
     @property
     def frames(self) -> FrameCounts:
         """Frames that were read and copied for requests so far."""
+        ...
+
+    @property
+    def spans(self) -> list[Span]:
+        """Spans of replicas that valued observations in this rollout."""
         ...
 
     def begin(self) -> None:
@@ -128,8 +123,8 @@ class PolicyClient(Protocol):
         """Wait until a decision has arrived or `is_ready`, at most `deadline_s` seconds without progress."""
         ...
 
-    def values(self, inputs: Inputs, deadline_s: float) -> tuple[Tensor, list[Valued]]:
-        """[B] the value of each observation before anything is done there, and the calls of replicas that it took."""
+    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
+        """[B] the value of each observation before anything is done there."""
         ...
 
 
@@ -231,13 +226,6 @@ class RolloutLoop:
         group.observations = seen
         progress.report()
         return seen
-
-    def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
-        """[B] the values of observations in which nothing has been done."""
-        values, calls = self.policy.values(inputs, deadline_s)
-        for call in calls:
-            self.span(call.replica, f"value {call.count} observations", call.begin_ns, call.end_ns)
-        return values
 
     def frames(self) -> FrameCounts:
         """Frames that were read back from the memory so far, and copies of frames."""

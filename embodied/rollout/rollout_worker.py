@@ -145,7 +145,7 @@ class RolloutWorker:
             )
             mark = time.monotonic_ns()
             table, mask = table_of_decisions([group.decisions for group in self._loop.groups], self._loop.width)
-            last = self._loop.values(self._last_inputs(), deadline_s)
+            last = self._loop.policy.values(self._last_inputs(), deadline_s)
             self._trajectories = self._assembled(table, mask, last, self._task, deadline_s)
             ended = [episode for *_, episode in sorted(self._loop.ended, key=lambda place: (place[1], place[2].env))]
             self._loop.ended = []
@@ -203,7 +203,7 @@ class RolloutWorker:
         deadline_s: float,
         group: Tensor | None = None,
     ) -> Trajectories:
-        values = self._loop.finals.values(table[mask], lambda inputs: self._loop.values(inputs, deadline_s))
+        values = self._loop.finals.values(table[mask], lambda inputs: self._loop.policy.values(inputs, deadline_s))
         return assemble(self.memory, table, mask, values, last, self._loop.policy.version, task, group)
 
     def _episodes_of(self, number: int, first: int, last: int, deadline_s: float) -> Trajectories:
@@ -247,7 +247,7 @@ class RolloutWorker:
         assert self._trajectories is not None
         wired, self._wired = self.farm.wire_bytes - self._wired, self.farm.wire_bytes
         steps, wall_s = self._trajectories.env_steps, (end - begin) / 1e9
-        spans, frames = tuple(self._loop.spans), self._loop.frames() - self._counted
+        spans, frames = (*self._loop.spans, *self._loop.policy.spans), self._loop.frames() - self._counted
         return RolloutSummary(steps, self._loop.policy.version, tuple(ended), clock, wall_s, spans, wired, frames)
 
 
