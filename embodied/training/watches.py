@@ -178,7 +178,8 @@ def _way_on(row: Mapping[str, Any], config: Config) -> str:
 @dataclass
 class BrokenWatch:
     """Ends a run of which every episode is broken. A fault that the task has named is certain after `FAULTY` episodes;
-    numbers that are not finite may be the work of a lost worker, and have to last for `STANDSTILL` iterations."""
+    numbers that are not finite may be the work of a lost worker, and have to last for `STANDSTILL` iterations
+    (docs/decisions/0205-one-watch-for-broken-episodes.md)."""
 
     _iterations: int = 0
     """Last iterations in a row of which every episode was broken."""
