@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied.errors import UserError
-from policies.contract import Action, Inputs, Policy, PublishedWeights
+from policies.contract import Action, Inputs, Policy
 
 THREADS = Path("/proc/self/task")
 
@@ -181,15 +181,11 @@ def await_devices(tensors: Iterable[Tensor]) -> None:
 def decide(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Action:
     """The policy's `act`, with inputs, noise and action in the host's memory."""
     device = device_of(policy)
-    return _action_to_host(policy.act(inputs.to(device), None if noise is None else noise.to(device)))
+    return action_to_host(policy.act(inputs.to(device), None if noise is None else noise.to(device)))
 
 
-def sampled(policy: Policy, inputs: Inputs, weights: PublishedWeights) -> Action:
-    """The policy's `sample`, with inputs and action in the host's memory."""
-    return _action_to_host(policy.sample(inputs.to(device_of(policy)), weights))
-
-
-def _action_to_host(action: Action) -> Action:
+def action_to_host(action: Action) -> Action:
+    """The action in the host's memory."""
     found = to_host(
         {"chunk": action.chunk, "log_prob": action.log_prob, "value": action.value}
         | {f"trace.{name}": tensor for name, tensor in action.trace.items()}

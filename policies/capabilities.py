@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from policies.contract import Inputs, Policy
+from policies.contract import Action, Inputs, Policy
 
 
 @runtime_checkable
@@ -142,4 +143,34 @@ class GathersInGroups(Protocol):
         from the beginning of `evaluate` to the end of the backward pass, except for the value head, which is a group
         of its own.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """Weights by which another program samples."""
+
+    folder: Path
+    """Where they are: what the program reads lies in this folder, and in no other version's."""
+    version: int
+    """Number of updates in them."""
+
+
+@runtime_checkable
+class SampledElsewhere(Protocol):
+    """A policy whose decisions of a rollout another program draws, with noise of its own: a generation engine.
+
+    Their log-probs are that program's, for the same distribution as those of `evaluate`, from which they differ by
+    rounding at least: an update corrects the difference. `act` stays the policy's own; evaluations call it.
+    """
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Write the present weights into their folder, and have the program take them. Afterwards nothing is decided by
+        older ones. Called once for each version. Raises `PolicyError` for a program that cannot be reached, or does
+        not take them."""
+        ...
+
+    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
+        """Have the program decide by these weights. No gradient. Raises `PolicyError` for a program that does not
+        answer in time, or not by these weights."""
         ...

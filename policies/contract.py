@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,16 +68,6 @@ class Action:
     """[B] float32, the expected return from here; or [B, C], from each action of the chunk on."""
     trace: Mapping[str, Tensor]
     """Tensors that `evaluate` needs to score the same decision again; each tensor has B rows."""
-
-
-@dataclass(frozen=True)
-class PublishedWeights:
-    """Weights that a generation engine writes by."""
-
-    folder: Path
-    """Where they are: what the engine reads lies in this folder, and in no other version's."""
-    version: int
-    """Number of updates in them."""
 
 
 @dataclass(frozen=True)
@@ -166,26 +155,6 @@ class Policy(nn.Module):
         Deterministic given inputs, noise and weights; no gradient. Row i depends on row i alone.
         """
         raise NotImplementedError
-
-    @classmethod
-    def asks_engine(cls, architecture: Mapping[str, Any]) -> bool:
-        """True if a rollout's decisions are drawn by a generation engine, another program with noise of its own
-        (`publish`, `sample`). False, the default: by `act`, from the run's noise."""
-        return False
-
-    def publish(self, weights: PublishedWeights) -> None:
-        """Write the present weights into their folder, and have the engine take them. Afterwards nothing is decided by
-        older ones. Called once for each version. Raises `PolicyError` for an engine that cannot be reached, or does
-        not take them."""
-        raise PolicyError(f"the policy {self.kind} asks no engine")
-
-    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
-        """Have the engine decide by these weights. No gradient.
-
-        The log-probs are the engine's own, for the same distribution as those of `evaluate`, which differ from them by
-        rounding at least. Raises `PolicyError` for an engine that does not answer in time, or not by these weights.
-        """
-        raise PolicyError(f"the policy {self.kind} asks no engine")
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         """Score decisions that `act` took. With unchanged weights the log-probs equal `act`'s within tolerance."""

@@ -132,6 +132,10 @@ class PolicyKind:
     blank_instruction: str = "do nothing"
     """Instruction of an observation without content, by which sizes are found before a run."""
 
+    def policy_for(self, architecture: Mapping[str, Any]) -> type[Policy]:
+        """The class of a policy with these options."""
+        return self.policy
+
 
 def actor_state(policy: Policy) -> dict[str, Tensor]:
     """Everything that is saved and is not the critic's."""

@@ -88,7 +88,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     # every GPU's too) and put back.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        make: Any = found.policy
+        make: Any = found.policy_for(architecture)
         policy: Policy = make(spec, found.options(**architecture)) if found.options else make(spec, **architecture)
     policy.kind = kind  # the name by which a checkpoint's reader finds the class again
     return policy

@@ -29,7 +29,6 @@ from embodied.workflows.checks import check_ranks, check_tasks
 from embodied.workflows.context import WorkerContext, policy_spec
 from embodied.workflows.recipes import Recipe, WorkflowComponent
 from embodied.workflows.run_spec import RunSpec
-from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskInfo
 
@@ -140,7 +139,6 @@ def _weight_sync(
         sharing=assignment.guests,
         nodes={rank: places[rank].node for rank in assignment.apart(len(places))},
         timeout_s=timeout_s,
-        engine=policy_kind(spec.config.policy.kind).policy.asks_engine(spec.config.policy.architecture),
     )
 
 

@@ -43,7 +43,7 @@ from embodied.learning.optimizer import OptimizerSteps
 from embodied.learning.parallel import ReplicatedPolicy, log_probs_of, precomputed_of
 from embodied.metric import Metric
 from embodied.trajectories.random_streams import permutation
-from policies.capabilities import Precomputes
+from policies.capabilities import Precomputes, SampledElsewhere
 from policies.contract import Policy
 
 
@@ -134,8 +134,8 @@ class Update:
         self._loss = loss
         self._steps = OptimizerSteps(parallel, optimizer, config.optim)
         self._config, self._seed, self._run_dir = config.optim, config.seed, run_dir
-        self._by_engine = type(self._policy).asks_engine(config.policy.architecture)
-        """The rollout's log-probs are an engine's."""
+        self._elsewhere = isinstance(self._policy, SampledElsewhere)
+        """True if the log-probs of rollouts are another program's."""
         self._accumulated = UpdateStatistics()
         self._non_finite = 0
         """Steps skipped in a row."""
@@ -230,15 +230,15 @@ class Update:
         """The samples as the loss reads them.
 
         With several evaluations per sample, the result of `Precomputes.precompute` joins the traces. With a rollout an
-        update behind, or one by an engine, the objective is the decoupled one. Raises `EngineMismatch`.
+        update behind, or one that another program sampled, the objective is the decoupled one. Raises `EngineMismatch`.
         """
-        if self._config.epochs + (behind or self._by_engine) > 1 and isinstance(self._policy, Precomputes):
+        if self._config.epochs + (behind or self._elsewhere) > 1 and isinstance(self._policy, Precomputes):
             samples = replace(samples, precomputed=precomputed_of(self._parallel, samples, self._evaluated_at_once))
-        if behind or self._by_engine:
+        if behind or self._elsewhere:
             now, settings = log_probs_of(self._parallel, samples, self._evaluated_at_once), self._loss.settings
-            if self._by_engine and not behind:
+            if self._elsewhere and not behind:
                 self._measure_engine(samples, now, found)
-            bound = settings.engine_weight_max if self._by_engine else BEHAVIOUR_BOUND
+            bound = settings.engine_weight_max if self._elsewhere else BEHAVIOUR_BOUND
             samples = decoupled(samples, now, settings.ratio_unit, bound)
         return samples
 

@@ -225,9 +225,6 @@ class WeightsLoader:
     def at_version(self, version: int) -> None:
         raise NotImplementedError
 
-    def publish_to_engine(self) -> None:
-        raise NotImplementedError
-
     def location(self) -> Location:
         """Its process and its GPU."""
         return Location.of(self.policy)
@@ -282,8 +279,6 @@ class WeightSync:
     """To each of the separate ones."""
     nodes: int
     """Number of machines that the separate ones are on."""
-    before_engine: WorkerGroup[Any] | None = None
-    """The policy worker that passes weights on to a generation engine; None where none decides."""
 
     @classmethod
     def connect(
@@ -295,12 +290,11 @@ class WeightSync:
         sharing: Sequence[int],
         nodes: Mapping[int, str],
         timeout_s: float,
-        engine: bool = False,
     ) -> WeightSync:
         """Choose the transports and open their connections; later waits end after `timeout_s`.
 
         `sharing` are the ranks of policy workers that compute with the learner's own policy, `nodes` the machine of
-        each other one by rank. `engine`: a generation engine decides in their place. Raises `PeerFailed`, which names
+        each other one by rank. Raises `PeerFailed`, which names
         both ends, where two do not find each other.
         """
         separate = policies.some(nodes)
@@ -312,8 +306,7 @@ class WeightSync:
             transports = transports_to(source, targets)
             if Transport.GPU_MEMORY in transports and not _can_map(learner, separate, transports):
                 transports = (Transport.SHARED_MEMORY,) * len(transports)
-        machines, before_engine = len(set(nodes.values())), policies.first() if engine else None
-        sync = cls(learner, policies.some(sharing), separate, transports, machines, before_engine)
+        sync = cls(learner, policies.some(sharing), separate, transports, len(set(nodes.values())))
         sync._connect_broadcast(timeout_s)
         return sync
 
@@ -346,8 +339,6 @@ class WeightSync:
                     self.learner.get_one(rank, reference)
                 self.separate.get(loaded)
         self.sharing.call_all(WeightsLoader.at_version, version)
-        if self.before_engine is not None:
-            self.before_engine.call(WeightsLoader.publish_to_engine)
 
     def _publish_on_gpus(self, version: int, others: list[Any]) -> None:
         shares = Transport.GPU_MEMORY in self.transports

@@ -16,13 +16,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from embodied.devices import Affinity, decide, sampled, value_of
+from embodied.devices import Affinity, decide, value_of
 from embodied.learning.offload import Offload, Switch
 from embodied.learning.weight_sync import WeightsLoader, check_weights, map_weights
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup
 from embodied.rollout.replicas import Message, ReplicaAddress, Replicas, Reply
 from embodied.rollout.rollout_loop import Decided, RolloutSettings
 from embodied.rollout.rollout_worker import RolloutWorker
+from embodied.rollout.samplers import sampler_of
 from embodied.run.trace import Span
 from embodied.runtime.shared_tensors import SharedTensors
 from embodied.trajectories.memory import (
@@ -32,9 +33,8 @@ from embodied.trajectories.memory import (
     TrajectoryMemory,
     longest_instruction,
 )
-from embodied.trajectories.random_streams import SamplingNoise
 from embodied.workflows.context import WorkerContext
-from policies.contract import Action, Inputs, Policy, PublishedWeights
+from policies.contract import Action, Inputs, Policy
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.client.observations import Observations
@@ -51,6 +51,8 @@ class ActingPolicy(WeightsLoader):
 
     version: int = 0
     """Number of updates in the weights."""
+    rank: int = 0
+    """Number among the policy workers."""
 
     def __init__(
         self, policy: Policy | None, tasks: FarmTasks, settings: RolloutSettings, affinity: Affinity | None = None
@@ -71,10 +73,7 @@ class ActingPolicy(WeightsLoader):
 
     def decide(self, request: DecisionRequest) -> Action:
         """A decision for each of the request's n rows."""
-        if self._settings.engine is not None:
-            return sampled(self.policy, request.inputs, self._published(self._settings.engine, self.version))
-        noise = self._noise[request.task].draw(request.envs, request.episode, request.step)
-        return decide(self.policy, request.inputs, torch.from_numpy(noise))
+        return self._sampler.sample(request)
 
     def value(self, inputs: Inputs) -> Tensor:
         """[B] the value of each observation before anything is done there."""
@@ -105,21 +104,12 @@ class ActingPolicy(WeightsLoader):
     def share(self, policy: Policy) -> None:
         """Decide with this policy from now on: in the learner's process its own, so that no weights are copied."""
         self._policy = policy
-        self._noise = [SamplingNoise(seed, policy.noise_dim) for seed in self._settings.seeds]
+        self._sampler = sampler_of(policy, self._settings.seeds, self._settings.published, publishes=self.rank == 0)
 
     def at_version(self, version: int) -> None:
-        """Note the number of updates in the weights."""
+        """Decide by the weights as they are, in which there are so many updates."""
         self.version = version
-
-    def publish_to_engine(self) -> None:
-        """Give the engine that decides the weights as they are. One worker does it for all."""
-        assert self._settings.engine is not None, "no engine decides"
-        self._settings.engine.mkdir(exist_ok=True)
-        self.policy.publish(self._published(self._settings.engine, self.version))
-
-    @staticmethod
-    def _published(folder: Path, version: int) -> PublishedWeights:
-        return PublishedWeights(folder / f"{version:06d}", version)
+        self._sampler.at_version(version)
 
     def unload(self, spill: Path) -> Switch:
         """Move the policy out of the device's memory; `load_back` before the next rollout."""
@@ -154,8 +144,8 @@ class PolicyReplica(ActingPolicy):
         self, policy: Policy | None, tasks: FarmTasks, settings: RolloutSettings, context: WorkerContext
     ) -> None:
         """`policy` None: `share` brings one."""
-        super().__init__(policy, tasks, settings, context.affinity)
         self.rank = context.rank
+        super().__init__(policy, tasks, settings, context.affinity)
         self._memory: TrajectoryMemory | None = None
         self._mapped: SharedTensors | None = None
         """The acting weights, where they are another process's."""

@@ -6,7 +6,7 @@ With several groups one is simulated while the policy decides for another; a lig
 heavy one's are simulated. The policy is in the loop's own process (`policy_worker.LocalPolicy`), or replicas in
 processes of theirs (`replicas.Replicas`). A decision is a function of the policy, the group's observations and the
 noise of their (environment, episode, env step): neither the order of serving nor the replica that decides changes it.
-Where a generation engine decides (`RolloutSettings.engine`), its own noise takes that one's place.
+Where another program draws it (`samplers`), its own noise takes that one's place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from embodied.trajectories.batch import EndedEpisode, EpisodeSums, GroupDecision
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
 from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs
-from policies.registry import policy_kind
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
 
@@ -47,20 +46,19 @@ class RolloutSettings:
     """Ends of episodes whose own final observation is valued: `never`, `truncated` or `always`."""
     rounds: int
     """Decisions of each environment that the trajectory memory keeps at once."""
-    engine: Path | None = None
-    """Folder through which a generation engine, which then decides, is given weights."""
+    published: Path = Path("engine")
+    """Folder of weights for another program that samples."""
 
     @classmethod
     def of(cls, context: WorkerContext) -> RolloutSettings:
         """The settings of a run."""
         config = context.config
-        by_engine = policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture)
         return cls(
             reads=config.policy.reads,
             seeds=context.run.seeds,
             bootstrap=context.run.bootstrap,
             rounds=context.rounds,
-            engine=(context.run_dir / "engine").resolve() if by_engine else None,
+            published=(context.run_dir / "engine").resolve(),
         )
 
 

@@ -44,6 +44,7 @@ from embodied.training.iteration_metrics import iteration_row, left_out
 from embodied.training.selection import BackgroundError, Selection, free_room
 from embodied.training.watches import BrokenWatch, CollapseWatch, Milestones, StandstillWatch
 from embodied.workflows.run_spec import RunSpec
+from policies.capabilities import SampledElsewhere
 from policies.registry import policy_kind
 from sim_farm.workers import faults
 
@@ -99,7 +100,7 @@ def train(
     recovery.note_replaced(session.runtime, loop.position.iteration, tell)  # what was lost at the very end
     position, not_learned = loop.position, loop.standstill.at_end()
     recent, returns = (position.recent if loop.workers.has_success else ()), position.recent_returns
-    by_engine = policy_kind(config.policy.kind).policy.asks_engine(config.policy.architecture)
+    acting = policy_kind(config.policy.kind).policy_for(config.policy.architecture)
     return {
         "run": str(run_dir),
         "mode": planned.assignment.mode,
@@ -114,7 +115,7 @@ def train(
         **({"recoveries": recovery.recoveries} if recovery.recoveries else {}),
         **({"replaced": recovery.replaced} if recovery.replaced else {}),
         **({} if selection.best is None else {"best_iteration": selection.best}),
-        **({"deterministic": False} if by_engine else {}),
+        **({"deterministic": False} if issubclass(acting, SampledElsewhere) else {}),
         "env_steps_per_s": position.env_steps / max(position.wall_s, 1e-9),
         **loop.milestones.reached,
     }

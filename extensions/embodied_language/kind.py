@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from embodied_language.lengths import check_prompts
 from embodied_language.model import save_model
-from embodied_language.policy import LanguageOptions, LanguagePolicy, check_files
+from embodied_language.policy import EngineWrittenPolicy, LanguageOptions, LanguagePolicy, check_files
 from policies import lora
+from policies.contract import Policy
 from policies.files import ADAPTER_CONFIG, Shards
 from policies.policy_kind import PolicyFormat, PolicyKind
 
@@ -57,7 +59,13 @@ class LanguageFormat(PolicyFormat):
         save_model(policy.model, folder, lora.merged_state(policy.model))
 
 
-LANGUAGE = PolicyKind(
+@dataclass(frozen=True)
+class LanguageKind(PolicyKind):
+    def policy_for(self, architecture: Mapping[str, Any]) -> type[Policy]:
+        return EngineWrittenPolicy if architecture.get("engine") else self.policy
+
+
+LANGUAGE = LanguageKind(
     LanguagePolicy,
     LanguageOptions,
     LanguageFormat(),

@@ -23,7 +23,8 @@ from embodied_language.model import CausalModel, load_model, save_model
 from embodied_language.packing import packed
 from embodied_language.prompts import Prompts, around
 from policies import lora
-from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec, PublishedWeights
+from policies.capabilities import PublishedWeights
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.errors import shown
 from policies.files import ADAPTER_CONFIG, CONFIG
 from policies.kinds import check_folders
@@ -194,50 +195,6 @@ class LanguagePolicy(lora.AdaptedPolicy):
             {"tokens": answers.tokens},
         )
 
-    @classmethod
-    def asks_engine(cls, architecture: Mapping[str, Any]) -> bool:
-        return bool(architecture.get("engine"))
-
-    def publish(self, weights: PublishedWeights) -> None:
-        new = weights.folder.with_name(f"{weights.folder.name}.part")
-        for left in (new, weights.folder):
-            shutil.rmtree(left, ignore_errors=True)
-        save_model(self.model, new, lora.merged_state(self.model))
-        new.rename(weights.folder)
-        self._engine.update_weights(weights.folder, str(weights.folder))
-        for other in weights.folder.parent.iterdir():
-            if other.is_dir() and other != weights.folder:
-                shutil.rmtree(other)
-
-    @torch.no_grad()
-    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
-        asked, device, options = self._asked(inputs), self.model.network.device, self.options
-        drawing = Drawing(self.spec.chunk, self.prompts.ends, options.temperature, options.top_p)
-        rows = [row for row, text in enumerate(inputs.instruction) if text]  # nothing is asked of one that rests
-        version = str(weights.folder)
-        answers = self._engine.generate([asked[row] for row in rows], 1, drawing, version, weights.folder)
-        tokens = torch.full((len(asked), self.spec.chunk), self.prompts.end, device=device)
-        log_prob = torch.zeros(len(asked), self.spec.chunk, device=device)
-        for row, answer in zip(rows, answers, strict=True):
-            tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, device=device)
-            log_prob[row, : len(answer.tokens)] = torch.tensor(answer.log_prob, device=device)
-        values = torch.zeros_like(log_prob)
-        if any(bool(parameter.any()) for parameter in self.value_head.parameters()):  # else all values are 0
-            states, said = self._taught(asked, tokens)
-            values = self._placed(self._valued(states), said)
-        return Action(
-            tokens.float()[..., None],
-            log_prob[..., None],
-            values if options.value_per_action else values[:, 0],
-            {"tokens": tokens},
-        )
-
-    @property
-    def _engine(self) -> EngineServers:
-        """The servers that `engine` names."""
-        probe, timeout_s = self.prompts.encode(PROBE), self.options.engine_timeout_s
-        return EngineServers.of(self.options.engine, timeout_s, probe, self.prompts.size)
-
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         states, said = self._taught(self._asked(inputs), trace["tokens"])
         tokens = trace["tokens"][said.nonzero(as_tuple=True)]
@@ -343,3 +300,47 @@ class LanguagePolicy(lora.AdaptedPolicy):
 
     def architecture(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self.options).items() if name != "weights"}
+
+
+class EngineWrittenPolicy(LanguagePolicy):
+    """A language model whose answers of a training run an engine writes (`SampledElsewhere`)."""
+
+    def publish(self, weights: PublishedWeights) -> None:
+        new = weights.folder.with_name(f"{weights.folder.name}.part")
+        for left in (new, weights.folder):
+            shutil.rmtree(left, ignore_errors=True)
+        save_model(self.model, new, lora.merged_state(self.model))
+        new.rename(weights.folder)
+        self._engine.update_weights(weights.folder, str(weights.folder))
+        for other in weights.folder.parent.iterdir():
+            if other.is_dir() and other != weights.folder:
+                shutil.rmtree(other)
+
+    @torch.no_grad()
+    def sample(self, inputs: Inputs, weights: PublishedWeights) -> Action:
+        asked, device, options = self._asked(inputs), self.model.network.device, self.options
+        drawing = Drawing(self.spec.chunk, self.prompts.ends, options.temperature, options.top_p)
+        rows = [row for row, text in enumerate(inputs.instruction) if text]  # nothing is asked of one that rests
+        version = str(weights.folder)
+        answers = self._engine.generate([asked[row] for row in rows], 1, drawing, version, weights.folder)
+        tokens = torch.full((len(asked), self.spec.chunk), self.prompts.end, device=device)
+        log_prob = torch.zeros(len(asked), self.spec.chunk, device=device)
+        for row, answer in zip(rows, answers, strict=True):
+            tokens[row, : len(answer.tokens)] = torch.tensor(answer.tokens, device=device)
+            log_prob[row, : len(answer.tokens)] = torch.tensor(answer.log_prob, device=device)
+        values = torch.zeros_like(log_prob)
+        if any(bool(parameter.any()) for parameter in self.value_head.parameters()):  # else all values are 0
+            states, said = self._taught(asked, tokens)
+            values = self._placed(self._valued(states), said)
+        return Action(
+            tokens.float()[..., None],
+            log_prob[..., None],
+            values if options.value_per_action else values[:, 0],
+            {"tokens": tokens},
+        )
+
+    @property
+    def _engine(self) -> EngineServers:
+        """The servers that `engine` names."""
+        probe, timeout_s = self.prompts.encode(PROBE), self.options.engine_timeout_s
+        return EngineServers.of(self.options.engine, timeout_s, probe, self.prompts.size)

@@ -29,7 +29,7 @@ from embodied_language.engines import Completion, Drawing, InProcessEngine
 from embodied_language.model import load_model, save_model
 from embodied_language.prompts import Prompts
 from policies import Inputs, PolicyError, PolicySpec
-from policies.contract import PublishedWeights
+from policies.capabilities import PublishedWeights
 from tests.extensions.language.served_engine import served
 
 MODEL = Path(__file__).parents[3] / "assets" / "countdown_lm"
