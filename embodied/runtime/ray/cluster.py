@@ -30,7 +30,7 @@ from embodied.errors import UserError
 from embodied.runtime import check_interpreter
 from embodied.runtime.api import NodeInfo, RuntimeLost
 from embodied.runtime.deadlines import Deadline, Wait
-from embodied.runtime.ray.local_ray import RayProcesses, RaySession
+from embodied.runtime.ray.local_ray import RayProcesses, RaySession, only_needed
 from embodied.runtime.rounding import differences, kernels, warning
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.workers import faults
@@ -340,7 +340,8 @@ def _start(options: dict[str, Any]) -> None:
     before = set(psutil.Process().children())
     for _ in range(STARTS):
         try:
-            ray.init(**options)
+            with only_needed():
+                ray.init(**options)
             return
         except Exception as error:  # Ray raises no class of its own here
             if TOO_SLOW not in str(error):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from embodied.errors import UserError
@@ -140,10 +141,26 @@ def _read_again() -> None:
 
 NEEDED = ("gcs_server", "raylet")
 """Processes that starting and finding an actor need: the store of the cluster's state, and the node's manager."""
+UNREAD = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Ray's methods that start its autoscaler, log monitor and dashboard. Nothing reads what these write; they take 2.5 s
+of CPU time, and Ray waits for one of them before it starts the raylet."""
 STOPPED_S = 3.0
 """Longest time that one may be stopped by a signal: a terminal stops and continues a run's processes one by one."""
 END_S = 10.0
 """Longest wait for the end of processes that were killed."""
+
+
+@contextmanager
+def only_needed() -> Iterator[None]:
+    """A Ray that is started in the block has none of the processes of `UNREAD`."""
+    before = {name: getattr(Node, name) for name in UNREAD}
+    for name in UNREAD:
+        setattr(Node, name, lambda self, **options: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 @dataclass
