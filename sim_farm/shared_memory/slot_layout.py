@@ -81,6 +81,11 @@ class FarmSpec:
         return self.physics_workers + self.render_workers
 
     @property
+    def processes(self) -> list[TaskSpec]:
+        """The task once for each worker that there is: render workers only where there are cameras."""
+        return [self.task] * (self.workers if self.task.cameras else self.physics_workers)
+
+    @property
     def drawers(self) -> range:
         """The workers that draw, where there are cameras."""
         return range(self.physics_workers if self.render_workers else 0, self.workers)

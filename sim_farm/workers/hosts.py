@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
-from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory
+from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.physics_worker import PhysicsWorker
 from sim_farm.workers.render_worker import RenderWorker
 from sim_farm.workers.supervision import Replaced
@@ -34,8 +34,9 @@ class Host(Protocol):
     shared: bool
     """True if what the workers read and write must be in shared memory."""
 
-    def prepare(self, specs: Sequence[FarmSpec]) -> None:
-        """Have the processes of a farm import their simulators, and wait for none."""
+    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
+        """Start a process for each entry, a task coming as often as it will have workers. They import their simulators
+        and describe their tasks meanwhile."""
         ...
 
     def describe(self, task: TaskSpec) -> TaskInfo:
@@ -65,7 +66,7 @@ class InProcess:
 
     shared = False
 
-    def prepare(self, specs: Sequence[FarmSpec]) -> None:
+    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
         """Everything is imported here anyway."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:

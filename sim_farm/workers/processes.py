@@ -28,7 +28,7 @@ from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.registry import BACKENDS, resolve
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory import slot_layout
-from sim_farm.shared_memory.slot_layout import FarmSpec, WorkerMemory
+from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.hosts import InProcess, make_worker
 from sim_farm.workers.supervision import (
     Event,
@@ -81,21 +81,16 @@ class Processes:
         """Replacements that `take_replaced` has not returned yet."""
         self._looked_s = 0.0
 
-    def prepare(self, specs: Sequence[FarmSpec]) -> None:
-        """Start the processes of a farm. They import their simulators and describe the tasks at the same time; waits
-        for none."""
+    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
         unused = list(self._idle)
-        for spec in specs:
-            for number in range(spec.workers if spec.task.cameras else spec.physics_workers):
-                simulator = _simulator(spec.task)
-                process = next((one for one in unused if one.simulator == simulator), None)
-                if process is None:
-                    process = self._start(spec.task)
-                    self._idle.append(process)
-                else:
-                    unused.remove(process)
-                if number == 0:
-                    self._ask(spec.task, process)
+        for task in tasks:
+            process = next((one for one in unused if one.simulator == _simulator(task)), None)
+            if process is None:
+                process = self._start(task)
+                self._idle.append(process)
+            else:
+                unused.remove(process)
+            self._ask(task, process)
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         """The task's sizes, from a simulator in a process, which is asked once. Raises `FarmError` with the message of

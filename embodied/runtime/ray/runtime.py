@@ -44,8 +44,7 @@ class RayRuntime(RayCluster):
         self._processes: list[WorkerProcess] = []
         self._spare: list[WorkerProcess] = []
         # A worker has less time than the collection from the farm, and that less than a call.
-        silent_s = self.deadline.inner().inner().seconds
-        self.host = Processes(self.deadline.seconds, silent_s, worker_gb, shows_output=False)
+        self.host = Processes(deadline_s, self.deadline.inner().inner().seconds, worker_gb, shows_output=False)
         self.watchers.append(self.host.watch)
         self._far_idle: dict[str, list[Any]] = {}
 
