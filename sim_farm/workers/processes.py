@@ -3,7 +3,7 @@
 Each is a new Python (`python -c`, not a fork, and not `multiprocessing`'s spawn: the caller's script is not imported
 again and needs no `if __name__ == "__main__"`). It gets its tasks and setups through a pipe, and ends when that pipe
 does, however the caller's process ended. When a farm is closed its processes stay, with the simulator imported, and
-serve the next farm.
+serve the next farm (docs/decisions/0202).
 """
 
 from __future__ import annotations

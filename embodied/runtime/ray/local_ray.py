@@ -143,7 +143,7 @@ NEEDED = ("gcs_server", "raylet")
 """Processes that starting and finding an actor need: the store of the cluster's state, and the node's manager."""
 UNREAD = ("start_monitor", "start_log_monitor", "start_api_server")
 """Ray's methods that start its autoscaler, log monitor and dashboard. Nothing reads what these write; they take 2.5 s
-of CPU time, and Ray waits for one of them before it starts the raylet."""
+of CPU time, and Ray waits for one of them before it starts the raylet (docs/decisions/0203)."""
 STOPPED_S = 3.0
 """Longest time that one may be stopped by a signal: a terminal stops and continues a run's processes one by one."""
 END_S = 10.0
