@@ -20,7 +20,7 @@ from embodied.reporting.live import steps
 from embodied.runtime.api import InlineRuntime, Runtime
 from embodied.runtime.handles import Handle
 from sim_farm.client.episode_replay import Replayer
-from sim_farm.client.farm import Farm, FarmAddress, prepare
+from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers import faults
@@ -66,14 +66,13 @@ class Session:
             for place in placed
         ]
         cores = () if self.config.runtime.mode == "inline" else tuple(place.cores for place in placed)
-        prepare(specs, hosts)
-        if workers and not self.runtime.started:
-            with steps("Starting Ray", None):
-                self.runtime.prepare(workers)
-        else:
-            self.runtime.prepare(workers)
         farm = Farm.create(specs, hosts, cores, frame_rows)
         try:
+            if workers and not self.runtime.started:
+                with steps("Starting Ray", None):
+                    self.runtime.prepare(workers)
+            else:
+                self.runtime.prepare(workers)
             _await_built(farm, self.runtime)
             yield farm
         finally:

@@ -123,7 +123,8 @@ class Farm:
         check_lengths(len(specs), hosts, cores)
         for spec in specs:
             check_spec(spec)
-        prepare(specs, hosts)
+        for each in dict.fromkeys(hosts):
+            each.prepare([task for one, its in zip(specs, hosts, strict=True) if its is each for task in one.processes])
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
         check_alike(infos)
         rows = frame_rows(infos) if callable(frame_rows) else frame_rows
@@ -403,12 +404,6 @@ def _prefix(task: int) -> str:
 
 
 # --- before a farm starts: what is checked, and the memory that is reserved
-
-
-def prepare(specs: Sequence[FarmSpec], hosts: Sequence[Host]) -> None:
-    """Have each task's host start the processes of its workers, and wait for none."""
-    for each in dict.fromkeys(hosts):
-        each.prepare([task for one, its in zip(specs, hosts, strict=True) if its is each for task in one.processes])
 
 
 def reserve(
