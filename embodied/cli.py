@@ -65,7 +65,7 @@ NAMES_NO_RUN = {"eval": "--folder", "record": "--out", "profile": "--out", "plan
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 """The help with every setting."""
-OPTION = "--policy.options."
+POLICY_OPTION, ENV_OPTION = "--policy.options.", "--env.options."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,7 +178,7 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
             f"{NAMES_NO_RUN[verb]} says where the result is written"
         )
     words, options = arguments, dict[str, Any]()
-    typed: dict[str, list[str]] = {}
+    typed, typed_env = dict[str, list[str]](), dict[str, list[str]]()
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     asked_for_all = HELP_ALL in arguments
     arguments = [HELP[-1] if argument == HELP_ALL else argument for argument in arguments]
@@ -188,10 +188,13 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
         source = named if "CONFIG" in first else _given(arguments, "--config")
         if source:
             settings = _settings(source, arguments, "run" in names, "CHECKPOINT" in first)
-            known, arguments = _without_removed(arguments, settings.policy.options)
-            typed, arguments = _typed_options(arguments)
+            known, arguments = _without_removed(arguments, POLICY_OPTION, settings.policy.options)
+            typed, arguments = _typed_options(arguments, POLICY_OPTION)
             policy = settings.policy.model_copy(update={"options": known})
-            options["default"] = kind(named, settings=settings.model_copy(update={"policy": policy}))
+            known, arguments = _without_removed(arguments, ENV_OPTION, settings.env.options)
+            typed_env, arguments = _typed_options(arguments, ENV_OPTION)
+            env = settings.env.model_copy(update={"options": known})
+            options["default"] = kind(named, settings=settings.model_copy(update={"policy": policy, "env": env}))
         else:
             options["default"] = kind(named)
     try:
@@ -218,44 +221,47 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     from embodied.workflows.unread import changed_settings, check_read
 
     settings = _with_policy_options(checked(args.settings, "on the command line"), typed, guessed(typed))
+    if typed_env:
+        env = settings.env.model_copy(update={"options": settings.env.options | guessed(typed_env)})
+        settings = settings.model_copy(update={"env": env})
     check_read(verb, changed_settings(options["default"].settings, settings))
     args = dataclasses.replace(args, settings=settings)
     return args.typed(words) if hasattr(args, "typed") else args
 
 
-def _without_removed(arguments: list[str], known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The configuration's options of the policy but for those that `--policy.options.NAME=` takes away, and the other
+def _without_removed(arguments: list[str], option: str, known: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The configuration's options but for those that `--policy.options.NAME=` (`option`) takes away, and the other
     arguments.
 
     One that the configuration does not name is taken away already. Raises `UserError` where that is a slip."""
-    removed = [argument for argument in arguments if _removes(argument)]
-    names = [argument[len(OPTION) : -1].replace("-", "_") for argument in removed]
+    removed = [argument for argument in arguments if _removes(argument, option)]
+    names = [argument[len(option) : -1].replace("-", "_") for argument in removed]
     for name in names:
         slip = name not in known and difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if slip:
-            raise UserError(f"{OPTION}{name}= removes an option that is not there; did you mean {OPTION}{slip[0]}=?")
+            raise UserError(f"{option}{name}= removes an option that is not there; did you mean {option}{slip[0]}=?")
     kept = {name: value for name, value in known.items() if name not in names}
     return kept, [argument for argument in arguments if argument not in removed]
 
 
-def _removes(argument: str) -> bool:
-    """True for `--policy.options.NAME=`."""
-    return argument.startswith(OPTION) and argument.endswith("=") and argument.count("=") == 1
+def _removes(argument: str, option: str) -> bool:
+    """True for `--policy.options.NAME=`, where `option` is the part before the name."""
+    return argument.startswith(option) and argument.endswith("=") and argument.count("=") == 1
 
 
-def _typed_options(arguments: list[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The words of each option of the policy that is typed, and the other arguments."""
+def _typed_options(arguments: list[str], option: str) -> tuple[dict[str, list[str]], list[str]]:
+    """The words of each option that is typed after `option`, `--policy.options.`, and the other arguments."""
     rest: list[str] = []
     values = rest
     found: dict[str, list[str]] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if _removes(argument):
+        if _removes(argument, option):
             values = rest
         elif not argument.startswith("--"):
             values.append(argument)
-        elif key.startswith(OPTION):
-            values = found.setdefault(key.removeprefix(OPTION).replace("-", "_"), [])
+        elif key.startswith(option):
+            values = found.setdefault(key.removeprefix(option).replace("-", "_"), [])
             values += [value] if equals else []
         else:
             values = rest
@@ -267,7 +273,7 @@ def _with_options(args: Any, arguments: list[str]) -> Any:
     """The arguments with the typed options of the policy as its kind declares them, which has to be imported."""
     from embodied.config.options import as_declared
 
-    typed, _ = _typed_options(arguments)
+    typed, _ = _typed_options(arguments, POLICY_OPTION)
     if not typed:
         return args
     from policies.registry import policy_kind, types_of

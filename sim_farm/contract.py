@@ -58,8 +58,8 @@ class TaskSpec:
     `inverted`: in [0, 1], 1 opens, binarised at 0.5 (OpenVLA's family, in simulators whose +1 closes)."""
     ignore_terminations: bool = False
     """Episodes run to the step limit: neither success nor failure ends them. ManiSkill's name for it."""
-    tokenizer: str | None = None
-    """Folder of the tokenizer whose ids are the actions, in tasks that are answered in tokens; None elsewhere."""
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Options of the simulator's own, of those in `Backend.options`: plain values by name."""
     perturbations: tuple[Perturbation, ...] = ()
     """What episodes may have otherwise; each names one by its index here (`EpisodeSpec.perturbation`), or none."""
 
@@ -335,8 +335,8 @@ class Backend:
     """Distributions whose versions say which simulator it is, as an evaluation records them."""
     distinct_seeds: bool = True
     """Episodes of different seeds are different. False: seeds draw from few problems, and some share one."""
-    reads_tokens: bool = False
-    """True if its tasks are answered in tokens, of the tokenizer that `TaskSpec.tokenizer` names."""
+    options: tuple[str, ...] = ()
+    """Names of the options that its tasks take (`TaskSpec.options`)."""
     axes: Mapping[str, float] = field(default_factory=dict)
     """Axes of perturbations that its physics and renderer can apply, with the size of one level of a graded one:
     `start` (`RobotOffset`, rad or m), `objects` (`ObjectOffset`, m), `camera` (`CameraOrbit`, degrees). `posture`

@@ -118,10 +118,12 @@ def make_renderer(spec: TaskSpec) -> Renderer:
 
 
 def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
-    """The task as the backend is asked for it. Raises `FarmError` for a tokenizer that nothing would read, and for
+    """The task as the backend is asked for it. Raises `FarmError` for an option that it does not have, and for
     terminations that cannot be ignored."""
-    if spec.tokenizer is not None and not found.reads_tokens:
-        raise FarmError(f"{spec.name} is not answered in tokens: leave env.tokenizer null")
+    for name in spec.options:
+        if name not in found.options:
+            hint = nearest(name, [*found.options]) if found.options else ": its simulator has none"
+            raise FarmError(f"{spec.name} has no option {name!r} (env.options){hint}")
     if spec.ignore_terminations:
         check_terminations(spec.name, found)
     return replace(plain(spec), reward=spec.reward or found.rewards[0])

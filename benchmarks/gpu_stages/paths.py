@@ -62,7 +62,7 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kind": "openvla_oft", "reads": ["images", "instruction"], "chunk": 2, "options": TOKENS},
     ),
     "language": (
-        {"task": "text/countdown_3", "tokenizer": COUNTDOWN, "max_episode_steps": 24},
+        {"task": "text/countdown_3", "options": {"tokenizer": COUNTDOWN}, "max_episode_steps": 24},
         {"kind": "language", "reads": ["instruction"], "chunk": 24, "options": {"checkpoint": COUNTDOWN, "rows": 3}},
     ),
 }

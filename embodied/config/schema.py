@@ -264,8 +264,8 @@ class EnvConfig(Section):
     """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
     gripper: Gripper = "simulator"
     """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
-    tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """Folder of the tokenizer of tasks that are answered in tokens: that of the language model."""
+    options: dict[str, Any] = {}
+    """Options of the task's simulator, where it has some of its own (docs/adding-a-simulator.md)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
     """Environments that run side by side."""
 
@@ -275,9 +275,13 @@ class EnvConfig(Section):
         return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
 
     @property
-    def tokenizer_folder(self) -> str | None:
-        """Folder of `tokenizer`: the project's own of that name where the current folder has none."""
-        return None if self.tokenizer is None else _own_folder(self.tokenizer)
+    def simulator_options(self) -> dict[str, Any]:
+        """`options` as the simulator takes them: a folder of `assets/` that the current folder does not have is the
+        project's own."""
+        return {
+            name: _own_folder(value) if isinstance(value, str) and value.startswith("assets/") else value
+            for name, value in self.options.items()
+        }
 
     @property
     def perturbed_axes(self) -> tuple[str, ...]:

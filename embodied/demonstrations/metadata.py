@@ -409,6 +409,9 @@ def read_task(path: Path, provenance: Mapping[str, Any]) -> TaskSpec:
     found = provenance.get("task")
     if not isinstance(found, dict):
         raise DatasetError(f"{path} has no task; {AGAIN}")
+    found = dict(found)
+    if (tokenizer := found.pop("tokenizer", None)) is not None:  # as recordings had it before a task had options
+        found["options"] = {"tokenizer": tokenizer}
     unknown = set(found) - {field.name for field in fields(TaskSpec)}
     if unknown:
         raise DatasetError(f"{path} is of a later version than this program: what is {shown(min(unknown))}?")

@@ -189,7 +189,7 @@ def task_spec(config: Config) -> TaskSpec:
         env.settle_steps,
         env.orientation,
         env.gripper,
-        tokenizer=env.tokenizer_folder,
+        options=env.simulator_options,
         perturbations=randomisation(config),
     )
 

@@ -172,8 +172,8 @@ class LanguagePolicy(lora.AdaptedPolicy):
             )
         if choices != known:
             raise PolicyError(
-                f"the task is answered in {choices} tokens, and the model's tokenizer has {known}: set env.tokenizer "
-                f"to {self.options.checkpoint}"
+                f"the task is answered in {choices} tokens, and the model's tokenizer has {known}: set "
+                f"env.options.tokenizer to {self.options.checkpoint}"
             )
         self.model.known = min(known, rows)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,17 @@ def test_an_unknown_task_is_refused_with_the_valid_ones(task: str, message: str)
             make(TaskSpec(task))
     with pytest.raises(FarmError, match=message):
         check_task(task)
+
+
+def test_an_option_that_the_simulator_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (make_physics, make_renderer):
+        with pytest.raises(FarmError, match="has no option 'gravity' .env.options.: its simulator has none"):
+            make(TaskSpec("tabletop/reach", options={"gravity": 3}))
+    known = replace(backend("tabletop"), options=("gravity", "friction"))
+    monkeypatch.setattr("sim_farm.backends.tabletop.BACKEND", known)
+    with pytest.raises(FarmError, match="did you mean gravity"):
+        make_physics(TaskSpec("tabletop/reach", options={"gravty": 3}))
+    make_physics(TaskSpec("tabletop/reach", options={"gravity": 3})).close()
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -32,7 +32,7 @@ def text_backend(name: str, tasks: Callable[[], Mapping[str, TextTask]]) -> Back
         quick=True,
         packages=("tokenizers",),
         distinct_seeds=False,
-        reads_tokens=True,
+        options=("tokenizer",),
     )
 
 
@@ -52,11 +52,13 @@ class TextPhysics:
             raise FarmError(f"{spec.name} is text and has no cameras: set env.cameras to 0")
         if spec.control_mode not in (None, TOKENS):
             raise FarmError(f"{spec.name} has no control mode {spec.control_mode!r}; valid: {TOKENS}")
-        if spec.tokenizer is None:
+        folder = spec.options.get("tokenizer")
+        if not isinstance(folder, str):
             raise FarmError(
-                f"{spec.name} is answered in tokens: set env.tokenizer to the folder of the language model that answers"
+                f"{spec.name} is answered in tokens: set env.options.tokenizer to the folder of the language model "
+                "that answers"
             )
-        self._task, self._tokenizer = task, answer_tokenizer(spec.tokenizer)
+        self._task, self._tokenizer = task, answer_tokenizer(folder)
         limit = spec.max_episode_steps or task.answer_tokens
         self.info = TaskInfo(
             spec=replace(spec, control_mode=TOKENS, max_episode_steps=limit, cameras=()),

@@ -31,8 +31,8 @@ class AnswerTokenizer:
         path = Path(folder) / FILE
         if not path.is_file():
             raise FarmError(
-                f"env.tokenizer: {folder} has no {FILE}. Name the folder of the language model that answers, as "
-                "transformers saves it"
+                f"env.options.tokenizer: {folder} has no {FILE}. Name the folder of the language model that answers, "
+                "as transformers saves it"
             )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))

@@ -233,6 +233,15 @@ def test_options_of_the_policy_that_the_configuration_does_not_name(tmp_path: Pa
     )
 
 
+def test_an_option_of_the_simulator_is_typed_and_removed() -> None:
+    def parsed(*arguments: str) -> dict[str, Any]:
+        return cli._parse("train", cli.arguments_of("train"), arguments[0], [*arguments]).settings.env.options
+
+    assert parsed("reach", "--env.options.gravity", "3", "--env.options.no-floor") == {"gravity": 3, "floor": False}
+    assert parsed("countdown_grpo", "--env.options.tokenizer", "mine") == {"tokenizer": "mine"}
+    assert parsed("countdown_grpo", "--env.options.tokenizer=") == {}
+
+
 def options_of(*arguments: str) -> dict[str, Any]:
     """The policy's options as a command has them."""
     kind = cli.arguments_of("train")

@@ -66,7 +66,7 @@ def test_workers_groups_and_mode_change_no_bit_of_an_episode(run: Path, how: dic
 
 
 def test_attempts_begin_alike_and_differ_by_noise(tmp_path: Path) -> None:
-    text = {"task": "text/countdown_3", "tokenizer": COUNTDOWN, "max_episode_steps": 8, "num_envs": 4}
+    text = {"task": "text/countdown_3", "options": {"tokenizer": COUNTDOWN}, "max_episode_steps": 8, "num_envs": 4}
     policy = {"kind": "language", "chunk": 8, "reads": ["instruction"], "options": {"checkpoint": COUNTDOWN}}
     found = evaluated(
         tmp_path / "several", config(env=text, policy=policy, eval={"episodes": 3, "attempts": 4, "greedy": None})

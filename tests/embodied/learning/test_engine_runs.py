@@ -35,7 +35,12 @@ def config_of(engine: str, **changes: Any) -> Config:
     settings = {
         "workflow": "ppo",
         "iterations": 3,
-        "env": {"task": "text/countdown_3", "tokenizer": str(MODEL), "max_episode_steps": 8, "num_envs": 4},
+        "env": {
+            "task": "text/countdown_3",
+            "options": {"tokenizer": str(MODEL)},
+            "max_episode_steps": 8,
+            "num_envs": 4,
+        },
         "farm": {"groups": 1},
         "policy": {
             "kind": "language",

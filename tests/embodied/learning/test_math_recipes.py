@@ -36,7 +36,7 @@ def test_shapes_and_memory_of_the_recipe(
     (tmp_path / "problems.py").write_text(PROBLEMS.format(path=str(problems)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = {"env.tokenizer": str(model), "policy.options.checkpoint": str(model), "policy.device": "cpu"}
+    settings = {"env.options.tokenizer": str(model), "policy.options.checkpoint": str(model), "policy.device": "cpu"}
     found = dry_run(with_settings(load_config(name), settings, "test"))
     assert found["policy"]["action_chunk"] == "[B, 27648, 1]"
     iteration = found["iteration"]

@@ -85,7 +85,8 @@ def settings(model: Path, task: str = "one", **changes: Any) -> dict[str, Any]:
         "iterations": 3,
         "checkpoint_every": 1,
         "env": {
-            "task": f"{__name__}:BACKEND/{task}", "tokenizer": str(model), "max_episode_steps": LIMIT, "num_envs": 8,
+            "task": f"{__name__}:BACKEND/{task}", "options": {"tokenizer": str(model)}, "max_episode_steps": LIMIT,
+            "num_envs": 8,
         },
         "farm": {"groups": 2},
         "policy": {

@@ -47,7 +47,7 @@ def test_ends_are_the_tokenizer_s_and_those_of_the_first_file_that_names_some(fi
 def test_an_answer_ends_at_any_of_them(tmp_path: Path):
     folder = model(tmp_path / "model", generation_config=[2, OTHER])
     text = answer_tokenizer(folder).ids("11")
-    physics = make_physics(TaskSpec("text/countdown_3", tokenizer=folder))
+    physics = make_physics(TaskSpec("text/countdown_3", options={"tokenizer": folder}))
     for end in (2, OTHER):
         physics.reset(EpisodeSpec(3))  # make 11 from 5, 17, 11
         result = physics.step(np.array([*text, end, *text], np.float32)[:, None])

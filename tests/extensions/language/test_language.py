@@ -224,7 +224,11 @@ def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path):
         (SPEC, {"checkpoint": str(MODEL), "chat": True}, "has no chat template"),
         (SPEC, {"checkpoint": str(MODEL), "system": "Be brief."}, "set chat to true"),
         (SPEC, {"checkpoint": str(MODEL), "prompt": "Solve:"}, "prompt has {prompt} where"),
-        (replace(SPEC, discrete_actions=9), {"checkpoint": str(MODEL)}, "answered in 9 tokens.*set env.tokenizer"),
+        (
+            replace(SPEC, discrete_actions=9),
+            {"checkpoint": str(MODEL)},
+            "answered in 9 tokens.*set env.options.tokenizer",
+        ),
         (replace(SPEC, proprio_dim=2), {"checkpoint": str(MODEL)}, "language reads texts"),
     ],
 )

@@ -27,8 +27,8 @@ from sim_farm.registry import make_physics
 from sim_farm.workers.physics_worker import replayed
 
 TOKENIZER = str(Path(__file__).parents[3] / "assets" / "countdown_lm")
-SPEC = TaskSpec("text/countdown_3", tokenizer=TOKENIZER)
-TWO_TRIES = TaskSpec("text/countdown_3_two_tries", tokenizer=TOKENIZER)
+SPEC = TaskSpec("text/countdown_3", options={"tokenizer": TOKENIZER})
+TWO_TRIES = TaskSpec("text/countdown_3_two_tries", options={"tokenizer": TOKENIZER})
 END = answer_tokenizer(TOKENIZER).end
 
 
@@ -58,7 +58,7 @@ def test_the_end_token_ends_the_episode_and_the_verifier_scores_what_is_before_i
 
 
 def test_an_answer_that_is_cut_off_is_worth_nothing():
-    physics = make_physics(TaskSpec("text/countdown_3", tokenizer=TOKENIZER, max_episode_steps=4))
+    physics = make_physics(TaskSpec("text/countdown_3", options={"tokenizer": TOKENIZER}, max_episode_steps=4))
     physics.reset(EpisodeSpec(3))
     result = physics.step(tokens("11+5-5")[:4])
     assert result.truncated[-1] and not result.terminated.any() and not result.reward.any()
@@ -309,7 +309,7 @@ def test_problems_come_from_a_file(tmp_path: Path):
     path = tmp_path / "sums.jsonl"
     path.write_text("".join(json.dumps({"q": f"{n}+1?", "a": f"so it is #### {n + 1}"}) + "\n" for n in range(3)))
     backend = problem_backend(sums=ProblemFile(str(path), prompt="q", answer="a"))
-    physics = backend.make_physics(TaskSpec("problems/sums", reward="sparse", tokenizer=TOKENIZER))
+    physics = backend.make_physics(TaskSpec("problems/sums", reward="sparse", options={"tokenizer": TOKENIZER}))
     assert physics.reset(EpisodeSpec(4)).instruction == "1+1?"
     assert physics.step(tokens("2")).success[-1]
 
@@ -334,7 +334,7 @@ def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_pa
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "one?", "answer": "1"}\n')
     backend = problem_backend(one=ProblemFile(str(path), verifier=f"{__name__}:hangs"))
-    physics = backend.make_physics(TaskSpec("problems/one", reward="sparse", tokenizer=TOKENIZER))
+    physics = backend.make_physics(TaskSpec("problems/one", reward="sparse", options={"tokenizer": TOKENIZER}))
     here = rf"{re.escape(__file__)}, line \d+\) \(on row 1 of {re.escape(str(path))}\)"
     for answer, said in (("9", "did not end within 1 s"), ("8", f"ValueError: no eights \\({here}"), ("7", "gave 7.0")):
         physics.reset(EpisodeSpec(0))
@@ -348,12 +348,12 @@ def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_pa
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (TaskSpec("text/countdown_3"), "set env.tokenizer to the folder"),
-        (TaskSpec("text/countdown_3", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
-        (TaskSpec("text/countdown_3", tokenizer=TOKENIZER, cameras=1), "is text and has no cameras"),
+        (TaskSpec("text/countdown_3"), "set env.options.tokenizer to the folder"),
+        (TaskSpec("text/countdown_3", options={"tokenizer": "nowhere"}), "nowhere has no tokenizer.json"),
+        (TaskSpec("text/countdown_3", options={"tokenizer": TOKENIZER}, cameras=1), "is text and has no cameras"),
         (replace(SPEC, max_episode_steps=0), "max_episode_steps"),
-        (TaskSpec("text/countdown_9", tokenizer=TOKENIZER), "did you mean text/countdown_"),
-        (TaskSpec("tabletop/reach", tokenizer=TOKENIZER), "tabletop/reach is not answered in tokens"),
+        (TaskSpec("text/countdown_9", options={"tokenizer": TOKENIZER}), "did you mean text/countdown_"),
+        (TaskSpec("tabletop/reach", options={"tokenizer": TOKENIZER}), "tabletop/reach has no option 'tokenizer'"),
     ],
 )
 def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
@@ -495,7 +495,7 @@ def test_files_without_problems_are_refused(tmp_path: Path, text: str, file: dic
     path.write_text(text)
     backend = problem_backend(these=ProblemFile(str(path), **file))
     with pytest.raises(FarmError, match=message):
-        backend.make_physics(TaskSpec("problems/these", reward="sparse", tokenizer=TOKENIZER))
+        backend.make_physics(TaskSpec("problems/these", reward="sparse", options={"tokenizer": TOKENIZER}))
 
 
 USER = [{"role": "user", "content": "How many?"}]
@@ -576,6 +576,8 @@ def test_another_file_of_a_backend_is_not_read(tmp_path: Path):
     path.write_text('{"prompt": "a", "answer": "1"}')
     backend = problem_backend(good=ProblemFile(str(path)), bad=ProblemFile(str(tmp_path / "nowhere.jsonl")))
     assert backend.tasks() == ["good", "bad"]
-    assert backend.make_physics(TaskSpec("problems/good", reward="sparse", tokenizer=TOKENIZER)).info.digest
+    assert backend.make_physics(
+        TaskSpec("problems/good", reward="sparse", options={"tokenizer": TOKENIZER})
+    ).info.digest
     with pytest.raises(FarmError, match=r"the problems of .*nowhere\.jsonl cannot be read"):
-        backend.make_physics(TaskSpec("problems/bad", reward="sparse", tokenizer=TOKENIZER))
+        backend.make_physics(TaskSpec("problems/bad", reward="sparse", options={"tokenizer": TOKENIZER}))
