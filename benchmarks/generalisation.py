@@ -88,7 +88,7 @@ def main(args: Arguments) -> dict[str, Any]:
     _teach(config, study, out)
     variants: dict[str, dict[str, Any]] = {
         "after": {},
-        "randomised": {"env.randomise": study.randomise, "env.randomise_levels": "1,2"},
+        "randomised": {"env.randomise": tuple(f"{axis}:1,2" for axis in study.randomise)},
     }
     evaluated = {"before": [_evaluated("before", config, args, out)]}
     for kind, settings in variants.items():
@@ -132,7 +132,7 @@ def _evaluated(name: str, config: Config, args: Arguments, out: Path) -> EvalFol
     """The run's evaluation, all of which is on the disk."""
     settings = {
         "seed": EVALUATED_SEED, "eval.protocol": "generalisation", "eval.episodes": args.episodes,
-        "eval.levels": args.levels, "eval.axes": STUDIES[args.config].axes,
+        "eval.axes": tuple(f"{axis}:{args.levels}" for axis in STUDIES[args.config].axes),
     }  # fmt: skip
     folder = out / "evaluations" / name
     if not (folder / "eval.json").is_file():

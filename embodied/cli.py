@@ -62,6 +62,8 @@ OWN = ("runs", "watch")
 """Verbs whose modules have the arguments themselves; those of the others are in `embodied/commands/arguments.py`."""
 NAMES_NO_RUN = {"eval": "--folder", "record": "--out", "profile": "--out", "plan": "--out", "inspect": "--out"}
 """Verbs that take every setting and begin no run, whose name `--name` would be, and what says where their result is."""
+SPELLED = {("train", "--cluster"): "--runtime.address", ("sft", "--sft.data"): "--data"}
+"""Options that a verb does not take, and the one that says the same."""
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
 """The help with every setting."""
@@ -177,6 +179,9 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
             f"--name is the name of a run that begins, and `embodied {verb}` begins none: leave it out; "
             f"{NAMES_NO_RUN[verb]} says where the result is written"
         )
+    for (of, option), ours in SPELLED.items():
+        if verb == of and any(argument.partition("=")[0] == option for argument in arguments):
+            raise UserError(f"`embodied {verb}` has no {option}: type {ours} in its place")
     words, options = arguments, dict[str, Any]()
     typed, typed_env = dict[str, list[str]](), dict[str, list[str]]()
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()

@@ -27,8 +27,8 @@ GPU."""
 RATIO_LOG_LIMIT = 20.0
 HUBER_DELTA = 10.0
 BEHAVIOUR_BOUND = 2.0
-"""Truncation of the weight proximal / behaviour where the rollout is one update behind; where an engine acts,
-`loss.engine_weight_max` is."""
+"""Truncation of the weight proximal / behaviour where the rollout is one update behind, or an engine acts (truncated
+importance sampling)."""
 MAX_DRIFT = 0.5
 """Norm of an action's change of velocity, beyond which it is shortened (pi-StepNFT's code)."""
 DRIFT_WEIGHT = 1e-4
@@ -190,7 +190,7 @@ def contrast(new: Evaluation, samples: Samples, settings: LossConfig, places: Un
     return replace(seen, loss=sum_units(loss, places, samples.weight), clipped=(norm > MAX_DRIFT)[places].sum())
 
 
-def decoupled(samples: Samples, log_prob: Tensor, unit: RatioUnit, bound: float = BEHAVIOUR_BOUND) -> Samples:
+def decoupled(samples: Samples, log_prob: Tensor, unit: RatioUnit) -> Samples:
     """The samples for the decoupled objective (`behaviour_weight`), where the rollout's policy is an update behind, or
     an engine's.
 
@@ -199,7 +199,7 @@ def decoupled(samples: Samples, log_prob: Tensor, unit: RatioUnit, bound: float 
     """
     proximal, _ = reduce_to_unit(log_prob, samples.executed, unit)
     behaviour, _ = reduce_to_unit(samples.log_prob, samples.executed, unit)
-    return replace(samples, log_prob=log_prob, importance=behaviour_weight(proximal, behaviour, bound))
+    return replace(samples, log_prob=log_prob, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
 
 
 def divergence(samples: Samples, log_prob: Tensor) -> tuple[float, int]:

@@ -48,8 +48,6 @@ class TrainArguments:
     """Train with each value of a setting, `optim.policy_lr=1e-4,3e-4`; of several settings, each combination."""
     dry_run: bool = False
     """Check everything and print shapes, memory and placement; start no worker and train nothing."""
-    cluster: str | None = None
-    """HOST:PORT of a running Ray cluster that has this machine as a node (docs/cluster.md): runtime.address."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False

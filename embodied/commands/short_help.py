@@ -45,7 +45,7 @@ EXAMPLES = {
         ("embodied train CONFIG --sweep optim.policy_lr=1e-4,3e-4", "once with each value of a setting"),
         ("embodied train CONFIG --eval.every 10", "evaluates every tenth checkpoint and keeps the best"),
         ("embodied train CONFIG --plan.mode auto", "measures, plans, trains"),
-        ("embodied train CONFIG --cluster HOST:PORT", "on a Ray cluster"),
+        ("embodied train CONFIG --runtime.address HOST:PORT", "on a Ray cluster"),
         ("embodied train CONFIG --policy.replicas 4 --optim.ranks 4 --farm.groups 8", "more policy workers, ranks"),
     ),
     "sft": (

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 def run(args: Arguments) -> dict[str, Any]:
     settings = args.settings
-    if args.cluster is not None:
-        runtime = settings.runtime.model_copy(update={"address": args.cluster})
-        settings = settings.model_copy(update={"runtime": runtime})
     if args.dry_run:
         from embodied.run.folder import begun_from
         from embodied.training.dry_run import dry_run

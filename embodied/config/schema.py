@@ -157,9 +157,28 @@ def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | No
     return states
 
 
-def _levels(levels: int | str) -> int | str:
-    indices_of(str(levels))
-    return levels
+LEVELS = "1-5"
+"""Levels of an axis that is named without any."""
+
+
+def levels_of(entries: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The levels of each axis in entries such as `camera`, `start:1-3,5` or `camera:2,noise`. Raises `ValueError`."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        graded = ""
+        for part in filter(None, map(str.strip, entry.split(","))):
+            if graded and re.fullmatch(r"[0-9]+\s*(-\s*[0-9]+)?", part, re.ASCII):
+                found[graded] += f",{part}"
+                continue
+            axis, colon, levels = part.partition(":")
+            found[axis] = levels if colon else LEVELS
+            graded = axis if colon else ""
+    return {axis: indices_of(levels) for axis, levels in found.items()}
+
+
+def _axes(entries: tuple[str, ...]) -> tuple[str, ...]:
+    levels_of(entries)
+    return entries
 
 
 def _each(value: Any) -> Any:
@@ -228,11 +247,6 @@ def _ascending(rates: tuple[float, float]) -> tuple[float, float]:
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def _names(entries: Sequence[str]) -> tuple[str, ...]:
-    """Names in entries of one or several with commas between, each once."""
-    return tuple(dict.fromkeys(name.strip() for entry in entries for name in entry.split(",") if name.strip()))
-
-
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
     """`<simulator>/<task>`. A simulator of your own is named `package.module:NAME`, and one that is here, with tasks of
@@ -255,11 +269,10 @@ class EnvConfig(Section):
     such as `0-24,30`; 0: episodes begin from seeds alone."""
     start_seeds: Annotated[int, Field(ge=0)] = 0
     """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
-    randomise: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
+    randomise: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
     """Axes by which training episodes are perturbed (docs/generalisation.md): `camera`, `start`, `objects`, `noise`,
-    `brightness`, `words`. An episode's seed draws one of them at one of the levels, or none, each as often."""
-    randomise_levels: Annotated[int | str, AfterValidator(_levels)] = "1-5"
-    """Levels of these axes: one, or those of ranges such as `1-3,5`."""
+    `brightness`, `words`, with levels as `camera:1-3` or at all five. An episode's seed draws one of them at one of the
+    levels, or none, each as often."""
     orientation: Orientation = "upright"
     """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
     gripper: Gripper = "simulator"
@@ -284,12 +297,9 @@ class EnvConfig(Section):
         }
 
     @property
-    def perturbed_axes(self) -> tuple[str, ...]:
-        return _names(self.randomise)
-
-    @property
-    def perturbed_levels(self) -> tuple[int, ...]:
-        return indices_of(str(self.randomise_levels))
+    def perturbed(self) -> dict[str, tuple[int, ...]]:
+        """The levels of each axis of `randomise`."""
+        return levels_of(self.randomise)
 
 
 class FarmConfig(Section):
@@ -412,12 +422,6 @@ class LossConfig(Section):
     reference_kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence to the frozen reference policy; read where the workflow has one (ppo_reference,
     grpo_reference, reinforce_reference)."""
-    engine_weight_max: Annotated[float, Field(ge=1)] = 2.0
-    """Largest weight of a unit by the ratio of the learner's to the engine's probability, where a generation engine
-    writes the answers (truncated importance sampling)."""
-    engine_kl_max: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 0.1
-    """KL divergence of that engine from the learner at the same weights, in nats per action, above which the run
-    ends."""
 
 
 class OptimConfig(Section):
@@ -463,8 +467,6 @@ class RewardConfig(Section):
     float32 [N]."""
     classifier: Path | None = None
     """Folder that `embodied reward` wrote: the probability that the task is solved, or nearly."""
-    threshold: float | None = None
-    """The reward is 1 where the judgement is at least this and 0 elsewhere; None: the judgement itself."""
 
     @property
     def classifier_folder(self) -> Path | None:
@@ -481,7 +483,7 @@ class SFTConfig(Section):
     """Supervised learning from demonstrations (`embodied sft`)."""
 
     data: tuple[Path, ...] = ()
-    """Datasets in LeRobot's layout, as `embodied record` writes them (--data)."""
+    """Datasets in LeRobot's layout, as `embodied record` writes them; typed as `--data`."""
     features: Annotated[tuple[FeatureNames, ...], BeforeValidator(_each)] = ()
     """Names of the datasets' features, by the datasets' keys: `{image: observation.images.front, state:
     observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
@@ -570,11 +572,10 @@ class EvalConfig(Section):
     prompt: Literal["intended", "published"] = "intended"
     """Instruction under `libero-plus` and `libero-pro`: that which the task file states (`intended`), or that which the
     suite's own code makes from the file's name (`published`)."""
-    axes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
-    """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`;
-    none: with the protocol `generalisation` all that the simulator has and the policy notices, else no perturbation."""
-    levels: Annotated[int | str, AfterValidator(_levels)] = "1-5"
-    """Levels of these axes: one, or those of ranges such as `1,3,5`."""
+    axes: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
+    """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`,
+    with levels as `camera:1,3` or at all five; none: with the protocol `generalisation` all that the simulator has and
+    the policy notices, else no perturbation."""
     event: Annotated[tuple[Annotated[str, AfterValidator(_event)], ...], BeforeValidator(_each)] = ()
     """Changes in the middle of a trial, each with which every trial is repeated: `AXIS:LEVEL@STEP`, as `objects:3@20`,
     or `words:INSTRUCTION@STEP`. A trial and its repetition are equal until that env step."""
@@ -601,9 +602,8 @@ class EvalConfig(Section):
     """Environments that run side by side; None takes the training's."""
     every: Annotated[int, Field(ge=0)] = 0
     """Iterations between evaluations during training, on episodes that neither training nor the evaluation at the end
-    draws. The best checkpoint is kept, and is what the run ends with. 0: none, the newest is."""
-    every_episodes: Annotated[int, Field(ge=1)] = 50
-    """Trials of each task in an evaluation during training."""
+    draws: `episodes` trials of each task, at most 50. The best checkpoint is kept, and is what the run ends with. 0:
+    none, the newest is."""
     videos: Annotated[int, Field(ge=0, le=16)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
 
@@ -614,12 +614,9 @@ class EvalConfig(Section):
         return tuple(index for part in parts for index in part) or None
 
     @property
-    def perturbed_axes(self) -> tuple[str, ...]:
-        return _names(self.axes)
-
-    @property
-    def perturbed_levels(self) -> tuple[int, ...]:
-        return indices_of(str(self.levels))
+    def perturbed(self) -> dict[str, tuple[int, ...]]:
+        """The levels of each axis of `axes`."""
+        return levels_of(self.axes)
 
     @property
     def events(self) -> tuple[Event, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config.schema import Config, EvalConfig
+from embodied.config.schema import Config, levels_of
 from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, problem_file, success_ends, suites_of, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskFiles, TaskInfo
@@ -440,20 +440,15 @@ def protocol_of(config: Config) -> Protocol:
 
 def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
     """The perturbations of the task that the settings ask for. Raises `FarmError` for an axis that its simulator has
-    not or the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
+    not or the policy cannot notice, and for a level out of range."""
     settings, reads = config.eval, config.policy.reads
-    axes = settings.perturbed_axes
+    axes = settings.perturbed
     suite = PRESETS[settings.protocol].suite if settings.protocol in PRESETS else None
     if suite is not None:
         return _of_suite(config, task, suite)
     if settings.protocol == GENERALISATION and not axes and not settings.events:
-        axes = axes_of(task, reads)
-    if settings.levels != EvalConfig().levels and not axes:
-        raise UserError(
-            f"eval.levels is {settings.levels}, and no axis is evaluated: name some by eval.axes, set eval.protocol to "
-            f"{GENERALISATION}, or leave the levels away"
-        )
-    found = [graded(task, axis, level, reads) for axis in axes for level in settings.perturbed_levels]
+        axes = levels_of(axes_of(task, reads))
+    found = [graded(task, axis, level, reads) for axis, levels in axes.items() for level in levels]
     for event in settings.events:
         # The axis is checked here, also where the words are given.
         one = graded(task, event.axis, event.level or 1, reads, event.step)
@@ -469,10 +464,13 @@ def _of_suite(config: Config, task: str, suite: str) -> tuple[Perturbation, ...]
     found = suites_of(task).get(suite)
     if found is None:
         raise UserError(f"the protocol {suite} says nothing of {task}")
-    for axis in settings.perturbed_axes:
+    axes = settings.perturbed or levels_of(found.axes)
+    for axis in axes:
         if axis not in found.axes:
             raise UserError(f"the protocol {suite} has no axis {axis!r}: it has {', '.join(found.axes)}")
-    return found.table(task, settings.prompt, settings.perturbed_axes or found.axes, settings.perturbed_levels)
+    every = sorted({level for levels in axes.values() for level in levels})
+    table = found.table(task, settings.prompt, tuple(axes), every)
+    return tuple(one for one in table if one.level in axes[one.axis])
 
 
 def suite_notes(protocol: Protocol) -> list[str]:

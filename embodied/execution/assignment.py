@@ -160,7 +160,7 @@ def configured_devices(config: Config) -> tuple[RenderDevice, ...]:
 
 def _node(name: str, nodes: Mapping[str, str]) -> str:
     if name not in nodes:
-        known = nearest(name, sorted(nodes)) if nodes else "; there is no cluster: name it with --cluster HOST:PORT"
+        known = nearest(name, sorted(nodes)) if nodes else "; there is no cluster (--runtime.address HOST:PORT)"
         raise UserError(f"farm.nodes: there is no node {name!r} in the cluster{known}")
     return nodes[name]
 

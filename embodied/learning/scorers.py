@@ -141,13 +141,10 @@ class RewardWorker(Scorer):
     ends of episodes stay the simulator's.
     """
 
-    def __init__(
-        self, judge: Judge, threshold: float | None, rows: int, device: torch.device, affinity: Affinity | None = None
-    ) -> None:
-        """`rows` are judged at once (0: all), with their frames on the device. `threshold`: rewards are 1 from it on,
-        else 0; None: they are what the judge returns."""
+    def __init__(self, judge: Judge, rows: int, device: torch.device, affinity: Affinity | None = None) -> None:
+        """`rows` are judged at once (0: all), with their frames on the device."""
         super().__init__(affinity)
-        self._judge, self._threshold, self._rows, self._device = judge, threshold, rows, device
+        self._judge, self._rows, self._device = judge, rows, device
 
     @classmethod
     def make(cls, context: WorkerContext) -> RewardWorker:
@@ -161,7 +158,7 @@ class RewardWorker(Scorer):
         else:
             judge = _classifier_of(config, context.spec).to(device).probability
         rows = config.optim.micro_batch or config.optim.minibatch
-        return cls(judge, config.reward.threshold, rows, device, context.affinity)
+        return cls(judge, rows, device, context.affinity)
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -201,8 +198,6 @@ class RewardWorker(Scorer):
         for rows in taken.split(self._rows or max(len(taken), 1)):
             scores[rows] = self._judged(batch, rows)
             progress.report()
-        if self._threshold is not None:
-            scores = (scores >= self._threshold).float()
         scores = scores.view_as(batch.reward)
         follows = batch.mask[1:] & ~(batch.terminated | batch.truncated)[:-1]
         return torch.cat([torch.where(follows, scores[1:], scores[:-1]), scores[-1:]])

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from embodied.algorithms.advantages import Credit, alive_actions
 from embodied.algorithms.losses import (
-    BEHAVIOUR_BOUND,
     Objective,
     RatioUnit,
     decoupled,
@@ -235,22 +234,21 @@ class Update:
         if self._config.epochs + (behind or self._elsewhere) > 1 and isinstance(self._policy, Precomputes):
             samples = replace(samples, precomputed=precomputed_of(self._parallel, samples, self._evaluated_at_once))
         if behind or self._elsewhere:
-            now, settings = log_probs_of(self._parallel, samples, self._evaluated_at_once), self._loss.settings
+            now = log_probs_of(self._parallel, samples, self._evaluated_at_once)
             if self._elsewhere and not behind:
                 self._measure_engine(samples, now, found)
-            bound = settings.engine_weight_max if self._elsewhere else BEHAVIOUR_BOUND
-            samples = decoupled(samples, now, settings.ratio_unit, bound)
+            samples = decoupled(samples, now, self._loss.settings.ratio_unit)
         return samples
 
     def _measure_engine(self, samples: Samples, log_prob: Tensor, found: UpdateStatistics) -> None:
         """Add up the divergence of the engine from the learner, [N, C, A] whose log-probs of the samples are given."""
         kl, actions = divergence(samples, log_prob)
         found.engine_kl, found.engine_actions = (found.engine_kl or 0.0) + kl, found.engine_actions + actions
-        mean, bound = kl / max(actions, 1), self._loss.settings.engine_kl_max
-        if not mean <= bound:
+        mean = kl / max(actions, 1)
+        if not mean <= ENGINE_KL_LIMIT:
             raise EngineMismatch(
                 f"the engine's log-probs of its answers are {mean:.3g} nats per action (KL, k3) from the learner's at "
-                f"the same weights, more than loss.engine_kl_max, {bound:g}: it does not write by the policy that "
+                f"the same weights, more than {ENGINE_KL_LIMIT:g}: it does not write by the policy that "
                 "learns. Usual causes: another temperature (vLLM: start it with --logprobs-mode processed_logprobs), "
                 "weights that were not taken, quantised weights, another chat template's end"
             )
@@ -413,6 +411,9 @@ def _places(mask: Tensor, device: torch.device) -> tuple[Tensor, ...]:
 # --- metrics, and minibatches kept for inspection
 
 
+ENGINE_KL_LIMIT = 0.1
+"""KL divergence of an engine that acts from the learner at the same weights, in nats per action, above which the run
+ends."""
 NON_FINITE_LIMIT = 3
 """Consecutive optimiser steps that are skipped (loss or gradient not finite) before the run ends."""
 METRICS = (

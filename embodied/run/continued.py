@@ -93,7 +93,6 @@ def typed_keys(words: Iterable[str]) -> frozenset[str]:
     """Keys of the settings that the words of a command set; of the policy's options each by itself,
     `policy.options.rows`."""
     named = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
-    named += ["runtime.address"] if "cluster" in named else []
     sections = (key.rpartition(".") for key in named)
     negated = [f"{section}{dot}{last.removeprefix('no_')}" for section, dot, last in sections]
     return frozenset(key for key in (*named, *negated) if key in all_settings() or key.startswith(OPTION))

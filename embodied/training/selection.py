@@ -39,12 +39,16 @@ OTHER_SEEDS = 2**30
 """Bit that is flipped in the run's seed, which is below 2**31, for the seed of these evaluations."""
 
 
+MOST_TRIALS = 50
+"""Trials of each task in an evaluation during training, or fewer where `eval.episodes` is less."""
+
+
 def selection_protocol(config: Config) -> Protocol:
     """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds of their own, also
     where the evaluation at the end begins from recorded states. Raises `UserError`."""
     evaluation = config.eval.model_copy(update={"episodes": None, "init_states": None})
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
-    seed, trials = config.seed ^ OTHER_SEEDS, config.eval.every_episodes
+    seed, trials = config.seed ^ OTHER_SEEDS, min(config.eval.episodes or MOST_TRIALS, MOST_TRIALS)
     one = replace(protocol, name=None, trials=trials, seed=seed, init_states=None, env_seed=None)
     return replace(one, seeding="each", unseeded_resets=0, perturbations={})
 

@@ -196,12 +196,7 @@ def task_spec(config: Config) -> TaskSpec:
 
 def randomisation(config: Config) -> tuple[Perturbation, ...]:
     """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator has not or
-    the policy cannot notice, and for a level out of range; `UserError` for levels without an axis."""
+    the policy cannot notice, and for a level out of range."""
     env = config.env
-    if env.randomise_levels != EnvConfig().randomise_levels and not env.randomise:
-        raise UserError(
-            f"env.randomise_levels is {env.randomise_levels}, and no axis is randomised: name some by env.randomise, "
-            "or leave the levels away"
-        )
-    pairs = [(axis, level) for axis in env.perturbed_axes for level in env.perturbed_levels]
+    pairs = [(axis, level) for axis, levels in env.perturbed.items() for level in levels]
     return tuple(graded(env.task, axis, level, config.policy.reads) for axis, level in pairs)

@@ -81,7 +81,7 @@ READERS = (
         lambda config, recipe: recipe.critic,
     ),
     Reader(("loss.reference_kl",), "reference policy", _has_reference),
-    Reader(("reward.function", "reward.classifier", "reward.threshold"), "reward worker", _worker_reads("reward")),
+    Reader(("reward.function", "reward.classifier"), "reward worker", _worker_reads("reward")),
     Reader(
         ("env.cameras", "env.image_size", "env.orientation"),
         "policy that reads images",
@@ -89,22 +89,10 @@ READERS = (
         "add images to policy.reads",
     ),
     Reader(
-        ("eval.every_episodes",),
-        "evaluation during training",
-        lambda config, recipe: config.eval.every > 0,
-        "set eval.every to 1 or more",
-    ),
-    Reader(
         ("eval.prompt",),
         "suite of perturbed instructions",
         lambda config, recipe: config.eval.protocol in ("libero-plus", "libero-pro"),
         "set eval.protocol to libero-plus or libero-pro",
-    ),
-    Reader(
-        ("loss.engine_weight_max", "loss.engine_kl_max"),
-        "generation engine",
-        lambda config, recipe: bool(config.policy.options.get("engine")),
-        "set policy.options.engine",
     ),
     Reader(
         ("plan.ahead", "plan.replan"),
@@ -182,7 +170,7 @@ _EPISODES = ("seed", "env", "farm", "policy", "extra_tasks", "runtime")
 _ACTS = ("policy.replicas",)
 """Of a training run alone: elsewhere one process decides."""
 _ITERATIONS = (*_EPISODES, "workflow", "rollout", "advantage", "loss", "optim", "reward", "plan")
-_DURING = ("eval.every", "eval.every_episodes")
+_DURING = ("eval.every",)
 VERBS = {
     "train": Reads((*(name for name in Config.model_fields if name != "sft"),)),
     "sft": Reads(

@@ -119,7 +119,7 @@ NOT_RUN = {
     ("docs/cluster.md", "embodied train CONFIG --plan.mode"): "docs/planning.md runs it",
     (
         "docs/cluster.md",
-        "embodied train CONFIG --cluster",
+        "embodied train CONFIG --runtime.address",
     ): "needs two machines; runtime/test_cluster.py",
     ("docs/cluster.md", "export"): "of a cluster; support/ray_nodes.py",
     ("docs/cluster.md", "ray"): "of a cluster; support/ray_nodes.py",

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"decisions": 128},
     "advantage": {"gamma": 0.9},
     "optim": {"policy_lr": 5e-3, "value_lr": 5e-3, "minibatch": 128},
-    "eval": {"videos": 0, "episodes": 8, "num_envs": 4, "every": 2, "every_episodes": 6},
+    "eval": {"videos": 0, "episodes": 8, "num_envs": 4, "every": 2},
     "runtime": {"mode": "inline"},
 }
 

@@ -388,6 +388,8 @@ MISTAKES = {
     "groups": ("train reach_grpo --env.num_envs 7", "7 environments of tabletop/reach do not make episode groups of 4"),
     "workers": ("train reach --env.num_envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
     "trials": ("eval reach --eval.num-envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
+    "cluster": ("train reach --cluster gpu:6379", "type --runtime.address in its place"),
+    "data": ("sft reach --sft.data demonstrations", "type --data in its place"),
     "checkpoint": ("train openvla_small --policy.options.checkpoint gone", "policy.options.checkpoint: gone is not a"),
     "path": ("train pi0_small --policy.path not/a/folder", "policy.path: 'not/a/folder' is no folder here"),
     "compared": ("compare reach_grpo --env.num-envs 7", "do not make episode groups of 4"),

@@ -15,7 +15,7 @@ from embodied import cli
 from embodied.config.files import all_settings, parse_config
 from embodied.errors import UserError
 
-UNBOUNDED = {"stop_at_return", "loss.entropy_coef", "reward.threshold"}
+UNBOUNDED = {"stop_at_return", "loss.entropy_coef"}
 """Numbers that may be any: a return, a weight of either sign, an entropy (of a density), a reward."""
 TOGETHER = 3
 """Mistakes of one command: a message names five, and some of these settings have two."""

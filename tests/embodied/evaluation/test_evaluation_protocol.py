@@ -293,13 +293,15 @@ def of_suite(name: str, **settings: Any) -> Protocol:
 
 
 def test_a_suite_of_perturbations_repeats_each_trial_under_its_variants() -> None:
-    protocol = of_suite("libero-plus", axes=["start", "objects"], levels="1,2")
+    protocol = of_suite("libero-plus", axes=["start:1,2", "objects:1,2"])
     table = protocol.perturbations["libero/libero_goal/0"]
     assert protocol.total == 1 + len(table) > 20
     assert {(one.axis, one.level) for one in table} == {(axis, k) for axis in ("start", "objects") for k in (1, 2)}
     assert all(one.source is not None and one.source.startswith("libero_goal/") for one in table)
     assert from_data(as_data(protocol)) == protocol
     assert of_suite("libero-pro", axes="swap", episodes=3).total == 6
+    some = of_suite("libero-plus", axes=["start:1", "objects:2"]).perturbations["libero/libero_goal/0"]
+    assert list(some) == [one for one in table if (one.axis, one.level) in (("start", 1), ("objects", 2))]
 
 
 def test_what_the_policy_is_told_belongs_to_the_protocol() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from embodied.commands.report import report_runs
-from embodied.config.schema import Config, event_of
+from embodied.config.schema import Config, event_of, levels_of
 from embodied.errors import UserError
 from embodied.evaluation.conditions import by_condition, differing_pairs, unperturbed
 from embodied.evaluation.folder import EPISODES
@@ -29,7 +29,7 @@ from tests.variants import often
 SEEING: dict[str, Any] = RANDOM | {
     "env": {"task": "tabletop/reach_red", "num_envs": 4, "cameras": 1, "image_size": 32, "max_episode_steps": 5},
     "policy": {"kind": "scripted", "reads": ["state", "images", "instruction"]},
-    "eval": {"episodes": 4, "videos": 0, "axes": ["start,objects", "noise"], "levels": "2,5"},
+    "eval": {"episodes": 4, "videos": 0, "axes": ["start:2,5,objects:2,5", "noise:2,5"]},
 }
 
 
@@ -37,7 +37,7 @@ SEEING: dict[str, Any] = RANDOM | {
 
 
 def test_the_protocol_repeats_every_trial_on_every_axis_and_level() -> None:
-    protocol = protocol_of(config(SEEING, eval={"protocol": "generalisation", "axes": [], "levels": "1-5"}))
+    protocol = protocol_of(config(SEEING, eval={"protocol": "generalisation", "axes": []}))
     table = protocol.perturbations["tabletop/reach_red"]
     axes = ("camera", "start", "objects", "noise", "brightness", "words")
     assert [(one.axis, one.level) for one in table] == [(axis, level) for axis in axes for level in range(1, 6)]
@@ -58,11 +58,23 @@ def test_default_axes_are_those_that_the_policy_notices() -> None:
 
 def test_perturbations_are_in_the_hash_and_survive_json() -> None:
     perturbed = protocol_of(config(SEEING, eval={"event": ["objects:3@2", "words:go to the blue ball@4"]}))
-    plain = protocol_of(config(SEEING, eval={"axes": [], "levels": "1-5"}))
+    plain = protocol_of(config(SEEING, eval={"axes": []}))
     assert from_data(json.loads(json.dumps(as_data(perturbed)))) == perturbed
     assert perturbed.sha256 != plain.sha256 and "perturbations" not in as_data(plain)
     other = protocol_of(config(SEEING, eval={"event": ["objects:4@2", "words:go to the blue ball@4"]}))
     assert other.sha256 != perturbed.sha256
+
+
+def test_the_spelling_of_levels_is_not_in_the_hash() -> None:
+    """The hash that this protocol had when levels were a setting of their own."""
+    written = (["start,objects", "noise"], ["start:1-5", "objects:1,2,3-5,noise"], "start:1-5,objects:1-5,noise:1-5")
+    hashes = {protocol_of(config(SEEING, eval={"axes": axes})).sha256 for axes in written}
+    assert hashes == {"df0103b5d79866084c5a6757b2b69f504fb80db115b0cffebdf7fff624c0a95b"}
+    assert list(levels_of(["camera:2", "noise, start:1-2,4"]).items()) == [
+        ("camera", (2,)), ("noise", (1, 2, 3, 4, 5)), ("start", (1, 2, 4))
+    ]  # fmt: skip
+    some = protocol_of(config(SEEING, eval={"axes": ["start:2", "noise:1,3"]})).perturbations["tabletop/reach_red"]
+    assert [(one.axis, one.level) for one in some] == [("start", 2), ("noise", 1), ("noise", 3)]
 
 
 @pytest.mark.parametrize("text", ["objects:3", "objects@3", "objects:high@3", "objects:3@soon", "3@4"])
@@ -77,9 +89,9 @@ def test_what_is_no_event_is_refused(text: str) -> None:
     ("settings", "said"),
     [
         ({"axes": ["camra"]}, "camra.*did you mean camera"),
-        ({"axes": ["start"], "levels": "1-9"}, "levels 1 to 5, got 6"),
-        ({"axes": [], "levels": "1-5", "event": ["lighting:3@2"]}, "no axis .*lighting"),
-        ({"axes": [], "levels": "1,2"}, "levels is 1,2, and no axis is evaluated"),
+        ({"axes": ["start:1-9"]}, "levels 1 to 5, got 6"),
+        ({"axes": [], "event": ["lighting:3@2"]}, "no axis .*lighting"),
+        ({"axes": ["start:"]}, "no list of ranges"),
         ({"axes": ["words"], "instruction": "go"}, "takes the place of every instruction"),
     ],
 )
@@ -205,13 +217,11 @@ def training_episodes(config: Config) -> Episodes:
 
 
 def test_training_draws_from_the_axes_and_evaluation_does_not(tmp_path: Path) -> None:
-    env = {"randomise": ["start", "objects"], "randomise_levels": "1,2"}
+    env = {"randomise": ["start:1,2", "objects:1-2"]}
     settings = config(env=env)
     drawn = {training_episodes(settings).spec(0, n).perturbation for n in range(100)}  # type: ignore[union-attr]
     assert drawn == {None, 0, 1, 2, 3}
     assert {spec.perturbation for spec in protocol_of(settings).episodes("tabletop/reach")} == {None}
-    with pytest.raises(UserError, match="no axis is randomised"):
-        training_episodes(config(env={"randomise_levels": "1,2"}))
     with pytest.raises(FarmError, match="reads images"):
         training_episodes(config(env={"randomise": ["noise"]}))
 
@@ -219,7 +229,7 @@ def test_training_draws_from_the_axes_and_evaluation_does_not(tmp_path: Path) ->
 @pytest.mark.slow
 def test_runs_with_and_without_randomisation_are_shown_beside_each_other(tmp_path: Path) -> None:
     """The page of each, and of both, has its evaluation under perturbations."""
-    sections = {"env": {"randomise": ["start"]}, "eval": {"axes": ["start"], "levels": "1,5"}}
+    sections = {"env": {"randomise": ["start"]}, "eval": {"axes": ["start:1,5"]}}
     runs = [
         trained(tmp_path, "plain", 1, sections={"eval": sections["eval"]}),
         trained(tmp_path, "randomised", 1, sections=sections),

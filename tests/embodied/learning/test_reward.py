@@ -102,8 +102,8 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trajectories]:
         yield found
 
 
-def judged(batch: Trajectories, threshold: float | None = None, rows: int = 5) -> Trajectories:
-    worker = RewardWorker(brightness, threshold, rows, CPU)
+def judged(batch: Trajectories, rows: int = 5) -> Trajectories:
+    worker = RewardWorker(brightness, rows, CPU)
     assert worker.receive(batch, 0) > 0
     return worker.trajectories()
 
@@ -149,13 +149,6 @@ def test_decisions_that_nobody_took_are_not_judged_and_follow_nothing(batch: Tra
     assert part[2, 1] == scores[2, 1]
     mask[2, 1] = False
     assert torch.equal(part[mask], whole[mask])
-
-
-def test_a_threshold_makes_rewards_of_one_and_zero(batch: Trajectories) -> None:
-    plain = judged(batch).reward
-    threshold = float(plain.median())
-    found = judged(batch, threshold).reward
-    assert torch.equal(found, (plain >= threshold).float()) and 0 < found.mean() < 1
 
 
 def test_all_else_of_the_trajectories_stays(batch: Trajectories) -> None:
@@ -319,7 +312,7 @@ def test_a_function_that_is_none_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("judge", [half_a_judge, speechless])
 def test_a_judge_that_does_not_say_a_number_for_each_row_is_refused(judge: Any, batch: Trajectories) -> None:
     with pytest.raises(UserError, match="one finite number for each"):
-        RewardWorker(judge, None, 0, CPU).receive(batch, 0)
+        RewardWorker(judge, 0, CPU).receive(batch, 0)
 
 
 def test_a_classifier_of_other_frames_and_one_that_is_damaged_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "policy": {"options": {"widths": [8]}},
     "rollout": {"decisions": 4},
     "optim": {"epochs": 1},
-    "eval": {"episodes": 2, "every": 1, "every_episodes": 2, "videos": 1},
+    "eval": {"episodes": 2, "every": 1, "videos": 1},
     "runtime": {"mode": "inline"},
 }
 Points = dict[str, list[tuple[int, float]]]

@@ -332,7 +332,15 @@ def test_a_run_of_an_earlier_version_goes_on_without_its_former_settings(begun: 
 
 
 def test_what_is_typed_is_known_by_its_words() -> None:
-    words = ["train", "reach", "--optim.policy-lr=1e-3", "--optim.no-anneal", "--policy.options.rows", "8", "--cluster"]
+    words = [
+        "train",
+        "reach",
+        "--optim.policy-lr=1e-3",
+        "--optim.no-anneal",
+        "--policy.options.rows",
+        "8",
+        "--runtime.address",
+    ]
     typed = {"optim.policy_lr", "optim.anneal", "policy.options.rows", "runtime.address"}
     assert continued.typed_keys([*words, "a:1", "--nothing", "--resume", "auto"]) == typed
     first, second = (

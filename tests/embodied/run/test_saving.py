@@ -230,7 +230,7 @@ def test_what_ends_a_run_does_not_hide_what_came_first() -> None:
 def test_a_checkpoint_that_has_no_room_is_not_evaluated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    config = run_config({**STATES, "eval": {"every": 1, "every_episodes": 2}}, 2)
+    config = run_config({**STATES, "eval": {"every": 1, "episodes": 2}}, 2)
     run_out_of_room(monkeypatch, (1,))
     prepare_run(config, tmp_path, False)
     with open_session(config) as session:
@@ -243,7 +243,7 @@ def test_a_checkpoint_that_has_no_room_is_not_evaluated(
 def test_an_evaluation_that_has_no_room_does_not_end_a_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    config, evaluate = run_config({**STATES, "eval": {"every": 1, "every_episodes": 2}}, 2), Selection.evaluate
+    config, evaluate = run_config({**STATES, "eval": {"every": 1, "episodes": 2}}, 2), Selection.evaluate
 
     def out_of_room(selection: Selection, candidate: Candidate) -> str:
         with full_disk(64 if candidate.iteration == 1 else 1 << 40):

@@ -21,7 +21,7 @@ SEVERAL: dict[str, Any] = {
     "env": {"task": "tabletop/reach_red", "num_envs": 2, "max_episode_steps": 4, "start_seeds": 2},
     "rollout": {"decisions": 4},
     "advantage": {"normalise_returns": True},
-    "eval": {"episodes": 2, "every": 1, "every_episodes": 2, "videos": 0},
+    "eval": {"episodes": 2, "every": 1, "videos": 0},
 }
 """Two tasks, a scale of returns, and evaluations during training."""
 

@@ -34,7 +34,7 @@ ONE_WORKER = {"farm": {"physics_workers": 1}, "runtime": {"mode": "ray"}}
 
 
 def config_of(every: int, **changes: object) -> Config:
-    evaluation = {"every": every, "videos": 0} | ({"every_episodes": 12} if every else {})
+    evaluation = {"every": every, "videos": 0} | ({"episodes": 12} if every else {})
     return parse_config({**SETTINGS, "iterations": 4, "eval": evaluation, **ONE_WORKER, **changes}, "test")
 
 
