@@ -249,13 +249,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
-    """`<simulator>/<task>`. A simulator of your own is named `package.module:NAME`, and one that is here, with tasks of
-    your own, `package.module:<simulator>` (docs/adding-a-simulator.md)."""
+    """`<simulator>/<task>`. A simulator of your own is named `package.module:NAME`. A shipped simulator with tasks of
+    your own is named `package.module:<simulator>` (docs/adding-a-simulator.md)."""
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
-    """Shaped and normalised to at most 1 per env step, or 1 where the task is solved; None: the usual one,
-    sparse in LIBERO and dense elsewhere."""
+    """`dense`: shaped, at most 1 per env step. `sparse`: 1 where the task is solved. None: sparse in LIBERO, dense in
+    the other simulators."""
     max_episode_steps: Annotated[int, Field(ge=1)] | None = None
     """Env steps after which an episode is truncated; None is the task's own limit."""
     cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0
@@ -263,16 +263,17 @@ class EnvConfig(Section):
     image_size: Annotated[int, Field(ge=16, le=1024)] = 128
     """Height and width of a frame in pixels."""
     settle_steps: Annotated[int, Field(ge=0)] = 0
-    """Env steps at rest at an episode's beginning, before the first observation; they are not counted."""
+    """Env steps at rest at the beginning of an episode, before the first observation. They are not counted."""
     init_states: Annotated[int | str, AfterValidator(_first_or_ranges)] = 0
-    """Recorded initial states of the task that training episodes begin from: the first so many, or those of ranges
-    such as `0-24,30`; 0: episodes begin from seeds alone."""
+    """Recorded initial states that training episodes begin from: N for the first N, or ranges such as `0-24,30`; 0:
+    episodes begin from seeds."""
     start_seeds: Annotated[int, Field(ge=0)] = 0
-    """Training episodes begin from one of so many seeds, the same in every run; 0: each from a seed of its own."""
+    """Number of seeds that training episodes begin from, the same in every run: to train on a fixed set of beginnings.
+    0: every episode has a seed of its own."""
     randomise: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
     """Axes by which training episodes are perturbed (docs/generalisation.md): `camera`, `start`, `objects`, `noise`,
-    `brightness`, `words`, with levels as `camera:1-3` or at all five. An episode's seed draws one of them at one of the
-    levels, or none, each as often."""
+    `brightness`, `words`, with levels as `camera:1-3` or at all five. An episode's seed draws one axis and level, or
+    none, all equally often."""
     orientation: Orientation = "upright"
     """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
     gripper: Gripper = "simulator"
@@ -280,7 +281,7 @@ class EnvConfig(Section):
     options: dict[str, Any] = {}
     """Options of the task's simulator, where it has some of its own (docs/adding-a-simulator.md)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
-    """Environments that run side by side."""
+    """Number of environments that run side by side."""
 
     @property
     def recorded_starts(self) -> Sequence[int]:
@@ -308,10 +309,11 @@ class FarmConfig(Section):
     render_workers: Annotated[int, Field(ge=0)] = 0
     """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
     nodes: tuple[str, ...] = ()
-    """Nodes of the Ray cluster, by name or address, over which physics workers are dealt out; none: this one."""
+    """Nodes of the Ray cluster, by name or address, whose cores step environments in a run without a plan; none: this
+    machine. Set it where this machine is short of cores (docs/cluster.md)."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] | Literal["cpu"] = ()
-    """GPUs by CUDA's numbers that draw frames, dealt out to the workers that draw in turn; `cpu`: frames are drawn in
-    software; none: on what the driver gives first. A plan says it itself."""
+    """CUDA numbers of the GPUs that draw frames, dealt out to the workers that draw; `cpu`: frames are drawn in
+    software; none: the driver's first device. Set it where several GPUs draw. A plan has its own."""
     groups: Annotated[int, Field(ge=1)] = 2
     """Groups of environments of each task: one is simulated while another is inferred."""
 
@@ -330,17 +332,17 @@ class PolicyConfig(Section):
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
     horizon: Annotated[int, Field(ge=0)] = 0
-    """Actions that a decision predicts, of which the first `chunk` are executed; 0: as many as are executed, or as the
-    policy's checkpoint says. Demonstrations are learned from in pieces of this length."""
+    """Actions that a decision predicts. The first `chunk` of them are executed. 0: as many as are executed, or as the
+    policy's checkpoint says. Demonstrations are learned in pieces of this length."""
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
-    """Device of policy worker, learner and evaluator: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A
-    plan may give policy worker and learner others, unless one is named by its number; with `cpu`, processes on the CPU
-    stand in for the accelerators of a plan file."""
+    """Device of policy worker, learner and evaluator: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A plan
+    may choose other devices, unless this names one by its number. With `cpu`, processes on the CPU stand in for the
+    accelerators of a plan file."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Policy workers that share the groups of environments (farm.groups); a plan has its own number. With runtime.mode
-    inline there is one, since everything is in one process: the result is the same."""
+    """Policy workers that share the groups of environments (farm.groups): one for each GPU is usual. A plan has its own
+    number. With runtime.mode inline there is one; the result is the same."""
     path: Annotated[str, Field(min_length=1)] | None = None
     """Pretrained checkpoint that the policy is built from: a directory, or a Hugging Face name (`org/name`,
     `org/name@revision`), which is downloaded. It replaces `checkpoint` in `options`; a run records the commit."""
@@ -369,10 +371,10 @@ class RolloutConfig(Section):
     episodes_per_env: Annotated[int, Field(ge=1)] = 1
     """Episodes of each environment per iteration, where a rollout is of whole episodes (grpo)."""
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
-    """Roll out up to so many episodes of each environment until as many episode groups are informative as
-    `episodes_per_env` yields (DAPO's dynamic sampling)."""
+    """Largest number of episodes of each environment in a rollout that continues until as many episode groups are
+    informative as `episodes_per_env` yields (DAPO's dynamic sampling)."""
     episode_group: Annotated[int, Field(ge=1)] = 8
-    """Episodes of an episode group (grpo): the same task, the same beginning."""
+    """Episodes of an episode group (grpo). They have the same task and the same beginning."""
 
 
 class AdvantageConfig(Section):
@@ -381,13 +383,13 @@ class AdvantageConfig(Section):
     lam: Share = 0.95
     """Lambda of the generalised advantage."""
     credit: Literal["chunk", "action"] = "chunk"
-    """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions, which takes a
-    loss.ratio_unit of no more than an action and, with a critic, a policy with a value for each."""
+    """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions. Actions need a
+    loss.ratio_unit of at most an action and, with a critic, a policy with a value for each action."""
     bootstrap: Literal["truncated", "always"] = "truncated"
     """`always` also bootstraps the value where the task itself ended the episode."""
     normalise_returns: bool = False
-    """Let the critic speak in deviations of returns (their mean and deviation, mostly of the last ten iterations), so
-    that value_lr and value_coef mean the same whatever the size of rewards."""
+    """The critic predicts deviations of returns (from their mean, in standard deviations, mostly of the last ten
+    iterations), so that value_lr and value_coef mean the same whatever the size of rewards."""
     outcome: Literal["success", "return"] = "success"
     """Outcome of an episode in an episode group: 1 if it was solved, or its return."""
     scale: Literal["group", "batch", "none"] = "group"
@@ -398,12 +400,12 @@ class AdvantageConfig(Section):
     overlong punishment); None: length does not count."""
     mask_truncated: bool = False
     """Learn nothing from episodes that were cut off at their limit: their outcomes count in their episode groups, and
-    they carry no gradient (the alternative to `overlong_margin`)."""
+    they carry no gradient. It is DAPO's alternative to `overlong_margin`."""
     baseline: Literal["none", "group"] = "none"
     """Baseline that is subtracted from an episode's outcome (reinforce): none, or its episode group's mean."""
     keep_rates: Annotated[tuple[Share, Share], AfterValidator(_ascending)] | None = None
-    """Leave out episode groups whose success rate is outside (SimpleVLA-RL, RLinf: 0.1 to 0.9); equal outcomes always
-    are."""
+    """Episode groups with a success rate outside this range are left out (SimpleVLA-RL, RLinf: 0.1 to 0.9). Groups of
+    equal outcomes are always left out."""
 
 
 class LossConfig(Section):
@@ -463,8 +465,8 @@ class RewardConfig(Section):
     or a classifier. See docs/workflows.md."""
 
     function: str | None = None
-    """`package.module:NAME`, called with frames (uint8 [N, H, W, 3] for each camera) and N instructions; returns
-    float32 [N]."""
+    """`package.module:NAME`, a reward of your own: it gets frames (uint8 [N, H, W, 3] for each camera) and N
+    instructions, and returns float32 [N]."""
     classifier: Path | None = None
     """Folder that `embodied reward` wrote: the probability that the task is solved, or nearly."""
 
@@ -560,7 +562,7 @@ def _event(text: str) -> str:
 class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
     """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`;
-    none: env.task alone."""
+    none: env.task."""
     protocol: (
         Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl", "libero-plus", "libero-pro", "generalisation"]
         | None
@@ -570,40 +572,41 @@ class EvalConfig(Section):
     `generalisation`: as env says, under graded perturbations of every axis (docs/generalisation.md); None: as env
     says."""
     prompt: Literal["intended", "published"] = "intended"
-    """Instruction under `libero-plus` and `libero-pro`: that which the task file states (`intended`), or that which the
-    suite's own code makes from the file's name (`published`)."""
+    """Instruction under `libero-plus` and `libero-pro`: the task file's (`intended`), or the one that the suite's own
+    code makes from the file's name (`published`). A score beside the suites' published ones needs `published`."""
     axes: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
     """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`,
-    with levels as `camera:1,3` or at all five; none: with the protocol `generalisation` all that the simulator has and
-    the policy notices, else no perturbation."""
+    with levels as `camera:1,3` or at all five. None: no perturbation, except with the protocol `generalisation`, which
+    has every axis that the simulator has and the policy notices."""
     event: Annotated[tuple[Annotated[str, AfterValidator(_event)], ...], BeforeValidator(_each)] = ()
-    """Changes in the middle of a trial, each with which every trial is repeated: `AXIS:LEVEL@STEP`, as `objects:3@20`,
-    or `words:INSTRUCTION@STEP`. A trial and its repetition are equal until that env step."""
+    """Changes in the middle of a trial: `AXIS:LEVEL@STEP`, as `objects:3@20`, or `words:INSTRUCTION@STEP`. Every trial
+    is repeated with each of them, and is equal to its repetition until that env step."""
     episodes: Annotated[int, Field(ge=1)] | None = None
-    """Trials of each task, from seeds of a stream that training does not draw from; with perturbations as many under
-    each, and as many without. None: as the protocol says, or 100; under perturbations 50; at most the number of
-    problems of a file, which are asked in its order."""
+    """Trials of each task, from seeds that training does not draw. With perturbations, each of them has this number,
+    and the unperturbed task too. None: the protocol's number, or 100, or 50 with perturbations; at most the number of
+    problems of a file, in its order."""
     attempts: Annotated[int, Field(ge=1)] = 1
     """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
     of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""
     init_states: Annotated[tuple[int | str, ...] | None, BeforeValidator(_each), AfterValidator(_indices)] = None
-    """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`; None: as the
-    protocol says, or from seeds alone."""
+    """Recorded initial states that the trials begin from, in turn: indices, and ranges such as `25-49`. None: the
+    protocol's, or seeds."""
     ignore_terminations: bool = False
-    """Episodes go on to the step limit, whether or not the task was solved before (ManiSkill's name): success at the
-    end then differs from success once. False: success ends an episode, in Gymnasium what its environment says."""
+    """Episodes continue to the step limit after the task is solved (ManiSkill's name), so that success at the end can
+    differ from success once. False: success ends an episode; in Gymnasium the environment decides."""
     greedy: bool | None = None
-    """Take the policy's mode, or sample; None: as the protocol says, or else greedy, unless there are several
-    attempts."""
+    """True takes the policy's mode, False samples. None: the protocol's way, or else greedy for one attempt and sampled
+    for several."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """Instruction of the policy in place of each task's own: another wording, or another task's, to see
-    whether it reads."""
+    """Instruction of the policy in place of each task's own, to test whether the policy reads it: another wording, or
+    another task's."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
-    """Environments that run side by side; None takes the training's."""
+    """Number of environments that run side by side; None: env.num_envs. Set it where a large policy evaluates fewer at
+    once."""
     every: Annotated[int, Field(ge=0)] = 0
-    """Iterations between evaluations during training, on episodes that neither training nor the evaluation at the end
-    draws: `episodes` trials of each task, at most 50. The best checkpoint is kept, and is what the run ends with. 0:
-    none, the newest is."""
+    """Iterations between evaluations during training, of `episodes` trials of each task, at most 50. Their episodes are
+    neither training's nor those of the evaluation at the end. The best checkpoint is kept, and the run ends with it. 0:
+    no such evaluations; the run ends with the newest checkpoint."""
     videos: Annotated[int, Field(ge=0, le=16)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
 
@@ -629,27 +632,29 @@ class RuntimeConfig(Section):
     address: str = "local"
     """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time that a worker may go without progress while it is waited for; a message names the late one.
-    Half of it is what a worker waits for its simulators, a quarter what one of them is given before it is replaced."""
+    """Longest time in seconds that a worker may make no progress while others wait for it. Half of it is the limit for
+    a worker's simulators, a quarter the time before a simulator is replaced. Raise it for slow resets."""
     worker_gb: Annotated[float, Field(gt=0)] | None = None
-    """Gigabytes (1e9 bytes) that a worker's process, of Ray's on this machine, may hold in memory by itself. One that
-    grows beyond it is replaced, with the same result: a simulator's at once, another from a checkpoint that is written
-    for it. None: no limit."""
+    """Gigabytes (1e9 bytes) of memory that one of Ray's worker processes on this machine may hold, for simulators and
+    libraries that leak. A process beyond it is replaced, with the same result: a simulator at once, another worker from
+    a checkpoint that is written for it. None: no limit."""
 
 
 class PlanConfig(Section):
     """When and where: see docs/planning.md."""
 
     mode: Literal["configured", "auto", "collocated", "disaggregated", "hybrid"] = "configured"
-    """`configured`: as `farm` and `optim` say. Else the best plan of that mode, or of all modes (`auto`)."""
+    """`configured`: `farm` and `optim` decide. Other values: the best plan of that mode, or of all modes (`auto`)."""
     file: Path | None = None
-    """Run this plan instead (a plan.json, perhaps edited)."""
+    """A plan.json, perhaps edited, that is run instead."""
     profile: Path | None = None
     """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
     ahead: bool = False
-    """Disaggregated plans roll out one update ahead of the learner (decoupled objective)."""
+    """Disaggregated plans roll out one update ahead of the learner (decoupled objective), so that both work at the same
+    time."""
     replan: bool = False
-    """Plan again when measured times leave the prediction for good and another plan pays."""
+    """Change to another plan during the run when five iterations in a row differ from the prediction and the change
+    pays (docs/planning.md): for long runs on machines whose load changes."""
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -659,29 +664,32 @@ class Config(Section):
     """One training run."""
 
     name: Annotated[str, AfterValidator(_below_runs)] | None = None
-    """Folder of the run below `runs/`; None makes it from the configuration's name and the time."""
+    """Folder of the run below `runs/`; None: made of the configuration's name and the time."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
     """The workflow: `ppo`, `grpo`, `reinforce`, each also with a frozen reference policy (`ppo_reference`, ...), `ppo`
     with a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
-    """Rollout and update, so many times."""
+    """Number of iterations, each of a rollout and an update."""
     stop_at_success: Annotated[float, Field(gt=0, le=1)] | None = None
-    """End early when the mean success of the last 100 training episodes reaches this share: 0.95."""
+    """End the run when the mean success of the last 100 training episodes reaches this share (0.95, for example), to
+    measure the time to a success rate or to save the rest."""
     stop_at_return: float | None = None
-    """End early when the mean return of the last 100 training episodes reaches this: for tasks without success."""
+    """End the run when the mean return of the last 100 training episodes reaches this: for tasks without success."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Iterations between checkpoints; the last iteration always writes one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] | None = None
-    """The newest checkpoints that are kept, beside the best where eval.every tells one; older ones are removed once a
-    newer one is written. None keeps all."""
+    """Number of the newest checkpoints that are kept, beside the best one (eval.every); older ones are removed once a
+    newer one is written. Set it where checkpoints are large. None keeps all."""
     track: Annotated[tuple[TrackerName, ...], BeforeValidator(_each)] = ("tensorboard",)
-    """Libraries that follow the run, each by its own client (docs/tracking.md); none: the run's folder alone."""
+    """Libraries that log the run, each through its own client (docs/tracking.md); none: the run's folder alone has the
+    metrics."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
     extra_tasks: tuple[ExtraTask, ...] = ()
-    """Further tasks of the run, each as what differs from `env`; a task may be `package.module:NAME/<task>` too."""
+    """Further tasks of the run, each with the settings that differ from `env`; a task may be
+    `package.module:NAME/<task>` too."""
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -210,7 +210,7 @@ PERSISTENT = 5
 OFF = 0.15
 """Relative departure of the median from the prediction that counts as off."""
 PAYS = 2.0
-"""A switch must gain so many times its cost over what is left of the run."""
+"""Least gain of a switch over what is left of the run, in multiples of its cost."""
 
 
 @dataclass(frozen=True)
