@@ -82,7 +82,6 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
-    config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"trace": True})})
     check_begun(config)
     check_run(config)
     run = RunSpec.of(config)
