@@ -141,9 +141,7 @@ def test_settings_that_times_do_not_depend_on_may_differ(embodied: Commands, fil
     embodied.done("plan", "longer.yaml", "--seed", "9")
 
 
-def test_a_profile_of_other_hardware_or_settings_is_refused(
-    embodied: Commands, files: Path, profile: Profile
-) -> None:
+def test_a_profile_of_other_hardware_or_settings_is_refused(embodied: Commands, files: Path, profile: Profile) -> None:
     other = replace(profile, fingerprint={**profile.fingerprint, "hardware.processor": "Abacus 9"})
     schedulers.save(other, "profile.json")
     output = embodied.refused("plan", "small.yaml")
