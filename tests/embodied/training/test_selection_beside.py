@@ -189,6 +189,5 @@ def test_a_configured_run_leaves_room_only_if_its_settings_do() -> None:
     cores = (0, 1)
     assert free_room(configured(RunSpec.of(config_of(1, farm={})), cores), cores, []) is None
     assert free_room(configured(RunSpec.of(config_of(1)), cores), cores, []) == Room(1)
-    assert free_room(configured(RunSpec.of(config_of(1, farm={"physics_workers": 1})), cores), cores, []) is None
     inline = config_of(1, runtime=INLINE)
     assert free_room(configured(RunSpec.of(inline), cores), cores, []) is None
