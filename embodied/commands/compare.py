@@ -83,8 +83,8 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
     check_begun(config)
-    check_run(config)
     run = RunSpec.of(config)
+    check_run(run)
     workflow, measured = sized_workflow(run), None
     if profile is not None:  # refused before anything is started
         measured = checked_profile(profile, run, workflow)

@@ -29,8 +29,8 @@ def run(args: Arguments) -> dict[str, Any]:
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
     """Measure the components of a run, those of all of its tasks, and write the profile."""
     check_begun(config)
-    check_run(config)
     run = RunSpec.of(config)
+    check_run(run)
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
         profile = profile_run(run, session, out.resolve().parent)

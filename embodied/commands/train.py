@@ -58,6 +58,7 @@ def train_variants(
     from embodied.reporting.runs_page import write_runs_page
     from embodied.run.folder import begun_from
     from embodied.training.preflight import check_begun, check_training
+    from embodied.workflows.run_spec import RunSpec
 
     every = variants(config, source, seeds, sweep)
     if resume and words:
@@ -66,7 +67,7 @@ def train_variants(
     for variant in every:
         begun = begun_from(variant, runs_dir, resume)
         check_begun(begun, runs_dir / (variant.name or "") if resume else None)
-        check_training(begun)
+        check_training(RunSpec.of(begun))
         if not resume and (runs_dir / (variant.name or "")).exists():
             raise UserError(
                 f"the run folder {runs_dir / (variant.name or '')} exists: choose another --name, or go on "
@@ -108,13 +109,14 @@ def train_run(
 
     config = begun_from(config, runs_dir, resume)
     check_begun(config, runs_dir / config.name if resume and config.name else None)
-    check_training(config)
+    run = RunSpec.of(config)
+    check_training(run)
     with (
         open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found),
         tracked(config, run_dir) as tracking,
         open_session(config) as session,
     ):
-        result = loop.train(RunSpec.of(config), run_dir, session, found, callbacks, tracking=tracking)
+        result = loop.train(run, run_dir, session, found, callbacks, tracking=tracking)
         return finish_run(config, run_dir, session, result, found is not None, tracking=tracking)
 
 

@@ -13,7 +13,7 @@ from embodied.config.schema import Config
 from embodied.devices import decide
 from embodied.execution.assignment import Assignment, configured, frame_rows, memory_rounds
 from embodied.rollout.policy_worker import blank_inputs
-from embodied.training.preflight import check_begun, check_training
+from embodied.training.preflight import check_begun, check_training, unknown_nodes
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
 from embodied.workflows.checks import check_tasks
 from embodied.workflows.context import make_policy, policy_spec
@@ -31,8 +31,8 @@ def dry_run(config: Config) -> dict[str, Any]:
     """Check the run, ask one environment of each task for its sizes, and build the policy. Returns the figures that it
     prints; raises as `check_training` does, and `PolicyError` for a policy that does not fit the task."""
     check_begun(config)
-    check_training(config)
     run = RunSpec.of(config)
+    check_training(run)
     infos = [InProcess().describe(task.spec) for task in run.tasks]
     check_tasks(run, infos)
     policy = make_policy(config, policy_spec(config, infos[0]))
@@ -121,10 +121,7 @@ def _placement(run: RunSpec) -> dict[str, Any]:
     config = run.config
     if config.plan.mode != "configured" or config.plan.file is not None:
         return {"plan": config.plan.file or f"searched for when the run begins ({config.plan.mode}): `embodied plan`"}
-    found: Assignment = configured(
-        RunSpec.of(config.model_copy(update={"farm": config.farm.model_copy(update={"nodes": ()})})),
-        tuple(sorted(os.sched_getaffinity(0))),
-    )
+    found: Assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))), unknown_nodes(config))
     if run.inline:
         return {"all": "in this process, in order (runtime.mode inline)"}
     workers: dict[str, Any] = {

@@ -16,6 +16,7 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.protocol import PRESETS, protocol_of
 from embodied.execution.assignment import (
+    HERE,
     FarmAssignment,
     configured,
     configured_farm,
@@ -48,14 +49,14 @@ from sim_farm.shared_memory.frame_memory import nbytes_of
 _log = logging.getLogger(__name__)
 
 
-def check_run(config: Config) -> None:
+def check_run(run: RunSpec) -> None:
     """Check workflow, policy and tasks of a command that collects rollouts: that they exist, with their files.
 
     Raises `UserError`, `PolicyError` or `FarmError`.
     """
-    run = RunSpec.of(config)
+    config = run.config
     check_workflow(run.recipe)
-    check_components(config)
+    check_components(run)
     check_policy(config)
     check_starts(config)
     for task in run.tasks:
@@ -66,33 +67,33 @@ def check_run(config: Config) -> None:
     check_fits(config, config.policy.init)
 
 
-def check_training(config: Config) -> None:
+def check_training(run: RunSpec) -> None:
     """Check a training run: its trackers, `check_run`, its plan and profile, its evaluations, and, if nothing is
     planned, that environments divide among workers and groups among policy replicas."""
+    config = run.config
     if not registry.policy_kind(config.policy.kind).trainable:
         raise UserError(nothing_to_learn(config.policy.kind))
     check_packages(config.track)
-    check_run(config)
+    check_run(run)
     check_own_evaluation(config)
     if config.eval.every:
         selection_protocol(config)
-    check_plan_files(RunSpec.of(config))
-    _check_frames(config)
+    check_plan_files(run)
+    _check_frames(run)
     if config.plan.mode == "configured" and config.plan.file is None:
-        run = RunSpec.of(_without_nodes(config))
-        assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))))
+        assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))), unknown_nodes(config))
         specs = farm_specs(run, assignment)
         for spec in specs:
             check_spec(spec)
         check_replicas(len(assignment.components[run.recipe.policy.name]), sum(spec.groups for spec in specs))
 
 
-def check_components(config: Config) -> None:
+def check_components(run: RunSpec) -> None:
     """Raise `UserError` for settings that one of the workflow's components cannot work with."""
-    for component in RunSpec.of(config).recipe.components:
+    for component in run.recipe.components:
         check = getattr(component.worker_class(), "check", None)
         if check is not None:
-            check(config)
+            check(run.config)
 
 
 def check_begun(config: Config, run_dir: Path | None = None) -> None:
@@ -205,22 +206,22 @@ def _say(sentence: str) -> None:
     _log.warning("%s", sentence)
 
 
-def _check_frames(config: Config) -> None:
+def _check_frames(run: RunSpec) -> None:
     """Raise `FarmError` if shared memory has no room for the frames of one rollout. Rollouts of whole episodes are left
     to the farm: only a simulator knows their length."""
-    cameras = task_spec(config).cameras
+    config, cameras = run.config, run.tasks[0].spec.cameras
     count = cameras if isinstance(cameras, int) else len(cameras)
-    if config.runtime.mode == "inline" or RunSpec.of(config).by_episodes or not count:
+    if run.inline or run.by_episodes or not count:
         return
-    rows, size = observation_rows(RunSpec.of(config), config.rollout.decisions), config.env.image_size
+    rows, size = observation_rows(run, config.rollout.decisions), config.env.image_size
     name = f"the frame memory (at least {rows:,} rows of {count} x {size} x {size} pixels)"
     memory.require({name: nbytes_of(rows, count, size)})
 
 
-def _without_nodes(config: Config) -> Config:
-    """The configuration without the nodes that it names, which may be unknown here."""
-    return config.model_copy(update={"farm": config.farm.model_copy(update={"nodes": ()})})
+def unknown_nodes(config: Config) -> dict[str, str]:
+    """The nodes that the configuration names, taken for this machine: the cluster says later which there are."""
+    return dict.fromkeys(config.farm.nodes, HERE)
 
 
 def _configured_farm(config: Config) -> FarmAssignment:
-    return configured_farm(_without_nodes(config), tuple(sorted(os.sched_getaffinity(0))), {})
+    return configured_farm(config, tuple(sorted(os.sched_getaffinity(0))), unknown_nodes(config))

@@ -249,7 +249,7 @@ def test_joined_parts_keep_the_rewards_of_actions() -> None:
 
 def test_credit_for_actions_needs_units_that_are_no_more() -> None:
     with pytest.raises(UserError, match="set it to action or element"):
-        check_components(parse_config({"advantage": {"credit": "action"}}, "test"))
+        check_components(RunSpec.of(parse_config({"advantage": {"credit": "action"}}, "test")))
 
 
 def test_a_policy_without_values_of_actions_is_refused() -> None:

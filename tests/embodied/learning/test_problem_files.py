@@ -17,6 +17,7 @@ from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import problem_notes, protocol_of
 from embodied.evaluation.provenance import lineage, trained_sentence
 from embodied.training.preflight import check_evaluation, check_training
+from embodied.workflows.run_spec import RunSpec
 from embodied_language.text.problem_files import ProblemFile, problem_backend
 from policies import PolicyError
 from sim_farm.contract import EpisodeSpec
@@ -134,10 +135,10 @@ def test_prompts_that_are_too_long_are_named_before_a_run(
     said = rf"{path} has problems that are too long for {model}, 2 of 10: row 9, 10\. The prompt of row 10 has 3"
     config = asked(model, "long")
     with pytest.raises(PolicyError, match=said):
-        check_training(config)
+        check_training(RunSpec.of(config))
     with pytest.raises(PolicyError, match=said):
         check_evaluation(asked(model, "ten"), [config.env.task])
-    check_training(asked(model, "ten"))
+    check_training(RunSpec.of(asked(model, "ten")))
 
 
 def test_a_verifier_that_fails_on_every_answer_ends_the_run(

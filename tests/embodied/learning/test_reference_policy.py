@@ -304,7 +304,7 @@ def test_a_reference_without_a_pull_and_a_pull_without_a_reference_are_refused(
     workflow: str, pull: float, says: str
 ) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        check_components(config_of(workflow=workflow, loss={"reference_kl": pull}))
+        check_components(RunSpec.of(config_of(workflow=workflow, loss={"reference_kl": pull})))
     assert "loss.reference_kl" in str(caught.value)
 
 
@@ -326,5 +326,5 @@ def test_a_run_whose_beginning_is_gone_does_not_go_on_with_another_reference(tmp
 def test_the_shipped_configurations_have_a_reference(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()
     config = load_config(name)
-    check_components(config)
+    check_components(RunSpec.of(config))
     assert "reference" in {component.name for component in recipe_of(config).after_rollout}

@@ -300,13 +300,13 @@ def test_a_reward_worker_that_cannot_judge_is_refused_before_anything_starts(
     changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        check_components(config_of(**changes))
+        check_components(RunSpec.of(config_of(**changes)))
 
 
 @pytest.mark.parametrize("name", ["brightness", "nowhere_to_be_found:judge", f"{__name__}:nobody", f"{__name__}:SIZE"])
 def test_a_function_that_is_none_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=name):
-        check_run(config_of(reward={"function": name}))
+        check_run(RunSpec.of(config_of(reward={"function": name})))
 
 
 @pytest.mark.parametrize("judge", [half_a_judge, speechless])
@@ -318,7 +318,7 @@ def test_a_judge_that_does_not_say_a_number_for_each_row_is_refused(judge: Any, 
 def test_a_classifier_of_other_frames_and_one_that_is_damaged_are_refused(tmp_path: Path) -> None:
     config = config_of(reward={"function": None, "classifier": str(tmp_path / "c")})
     with pytest.raises(UserError, match="embodied reward"):
-        check_run(config)  # before anything starts
+        check_run(RunSpec.of(config))  # before anything starts
     SuccessClassifier(Looks(("front",), 32, "upright")).save(tmp_path / "c")
     with pytest.raises(UserError, match="32 pixels"), begun(config, tmp_path / "run"):
         pass
@@ -341,6 +341,6 @@ def test_episodes_without_frames_or_successes_teach_nothing(demos: Dataset, tmp_
 
 def test_the_shipped_configuration_has_a_reward_worker() -> None:
     config = load_config("reach_reward")
-    check_components(config)
-    check_run(config)
+    check_components(RunSpec.of(config))
+    check_run(RunSpec.of(config))
     assert "reward" in {component.name for component in recipe_of(config).after_rollout}
