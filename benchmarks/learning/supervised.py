@@ -1,0 +1,83 @@
+"""What augmentation does to supervised learning, with the same demonstrations and seeds.
+
+    embodied record tabletop_scripted --env.task tabletop/reach_red --out demos/red --episodes 100
+    embodied record tabletop_scripted --env.task tabletop/reach_blue --out demos/blue --episodes 100
+    python benchmarks/learning/supervised.py demos/red demos/blue --json benchmarks/results/learning_supervised.json
+
+Every run is one of `embodied sft`. Variants of one configuration and seed are evaluated on the same episodes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from embodied.commands.sft import sft_run
+from embodied.config.files import load_config, with_settings
+from embodied.statistics import seeds_interval
+from embodied_bench.settings import show_and_write
+
+Settings = dict[str, Any]
+CONFIGS: dict[str, dict[str, Settings]] = {
+    "openvla_small": {
+        "plain": {},
+        "centre crop": {"policy.options.center_crop": True},
+        "oft": {"policy.options.center_crop": True, "sft.augment": "oft"},
+        "openpi": {"sft.augment": "openpi"},
+    },
+    "pi0_small": {"plain": {}, "openpi": {"sft.augment": "openpi"}, "lerobot": {"sft.augment": "lerobot"}},
+}
+"""Settings of each variant. `oft` is for a policy that acts on the centre crop, beside one that does without it."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Success after supervised learning, with and without."""
+
+    data: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Recordings."""
+    configs: tuple[str, ...] = ("openvla_small", "pi0_small")
+    variants: tuple[str, ...] = ()
+    """Of each configuration; none: all."""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    out: Path = Path("runs/supervised")
+    """Folder of the runs."""
+    json: Path | None = None
+    """Write the result to this file."""
+
+
+def run(name: str, variant: str, settings: Settings, seed: int, arguments: Arguments) -> dict[str, Any]:
+    """The evaluation of one `embodied sft`, which goes on where it was stopped, and its held-out loss."""
+    own = {"name": f"{name}-{variant.replace(' ', '-')}-{seed}", "seed": seed, "sft.data": arguments.data}
+    config = with_settings(load_config(name), settings | own | {"eval.videos": 0, "runtime.mode": "inline"}, name)
+    learned = sft_run(config, name, arguments.out, True)
+    evaluated = json.loads((Path(learned["run"]) / "eval.json").read_text())
+    return {key: evaluated[key] for key in ("success_rate", "episodes")} | {"loss": learned["sft/held_out_loss"]}
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments)
+    found: dict[str, dict[str, Any]] = {}
+    for name in arguments.configs:
+        for variant, settings in CONFIGS[name].items():
+            if arguments.variants and variant not in arguments.variants:
+                continue
+            results = [run(name, variant, settings, seed, arguments) for seed in arguments.seeds]
+            rates = [result["success_rate"] for result in results]
+            mean, low, high = seeds_interval(rates, [result["episodes"] for result in results])
+            found.setdefault(name, {})[variant] = {
+                "success_rates": rates,
+                "success_rate": mean,
+                "success_low": low,
+                "success_high": high,
+                "held_out_loss": [result["loss"] for result in results],
+            }
+    show_and_write({"seeds": list(arguments.seeds), "success": found}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
