@@ -18,6 +18,7 @@ import tyro
 
 from embodied.commands.sft import sft_run
 from embodied.config.files import load_config, with_settings
+from embodied.reporting.metrics import read
 from embodied.statistics import seeds_interval
 from embodied_bench.settings import show_and_write
 
@@ -54,9 +55,11 @@ def run(name: str, variant: str, settings: Settings, seed: int, arguments: Argum
     """The evaluation of one `embodied sft`, which goes on where it was stopped, and its held-out loss."""
     own = {"name": f"{name}-{variant.replace(' ', '-')}-{seed}", "seed": seed, "sft.data": arguments.data}
     config = with_settings(load_config(name), settings | own | {"eval.videos": 0, "runtime.mode": "inline"}, name)
-    learned = sft_run(config, name, arguments.out, True)
-    evaluated = json.loads((Path(learned["run"]) / "eval.json").read_text())
-    return {key: evaluated[key] for key in ("success_rate", "episodes")} | {"loss": learned["sft/held_out_loss"]}
+    folder = Path(sft_run(config, name, arguments.out, True)["run"])
+    evaluated = json.loads((folder / "eval.json").read_text())
+    return {key: evaluated[key] for key in ("success_rate", "episodes")} | {
+        "loss": read(folder)[-1]["sft/held_out_loss"]
+    }
 
 
 def main() -> None:
