@@ -38,7 +38,7 @@ from embodied.demonstrations.augmentation import Augmentation
 from embodied.demonstrations.loader import Loader, Request
 from embodied.training.imitator import Imitator
 from embodied.training.sft import read_demonstrations
-from embodied.workflows.context import task_spec
+from embodied.workflows.run_spec import task_spec
 from embodied_bench.settings import show_and_write
 from sim_farm.workers.hosts import InProcess
 
