@@ -33,7 +33,7 @@ PAGES = (
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SOURCE = re.compile(r"\b(?:embodied|sim_farm|policies|schedulers|tests|benchmarks|examples)(?:/\w+)*/\w+\.py\b")
 MOST_README_LINES = 150
-STATUS = re.compile(r"^- Status: (accepted|superseded by|measured, not kept)", re.MULTILINE)
+STATUS = re.compile(r"^- Status: accepted$", re.MULTILINE)
 
 
 def _name(page: Path) -> str:
@@ -155,11 +155,22 @@ def test_the_site_is_built_without_a_warning() -> None:
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
-def test_a_decision_has_a_date_and_a_status_and_is_in_the_index(page: Path) -> None:
+def test_a_decision_has_its_parts_and_is_in_the_index(page: Path) -> None:
     text = page.read_text()
     assert text.startswith(f"# {page.name[:4]}. ")
     assert re.search(r"^- Date: \d{4}-\d\d-\d\d$", text, re.MULTILINE) and STATUS.search(text)
+    for part in ("Considered", "Consequence"):
+        assert re.search(rf"^\*\*{part}\.\*\* ", text, re.MULTILINE), f"{_name(page)} has no paragraph **{part}.**"
     assert f"]({page.name})" in (page.parent / "README.md").read_text(), "docs/decisions/README.md lacks it"
+
+
+def test_a_decision_is_linked_from_what_it_binds() -> None:
+    roots = ("embodied", "sim_farm", "policies", "schedulers", "extensions", "benchmarks", "examples", "tests")
+    modules = [path for root in roots for path in (ROOT / root).rglob("*.py")]
+    pages = [page for page in PAGES if page.parent.name != "decisions"] + sorted((ROOT / "examples").rglob("*.md"))
+    text = "\n".join(path.read_text() for path in (*pages, ROOT / "tests" / "README.md", *modules))
+    linked = set(re.findall(r"decisions/(\d{4})", text))
+    assert [page.name for page in DECISIONS if page.name[:4] not in linked] == []
 
 
 def test_the_readme_is_a_page() -> None:
