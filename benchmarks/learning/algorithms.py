@@ -39,7 +39,7 @@ BASE = {
     "rollout.decisions": 16, "rollout.episode_group": 8, "rollout.episodes_per_env": 2,
     "loss.value_clip": None, "advantage.gamma": 0.9, "advantage.lam": 0.9,
     "optim.epochs": 2, "optim.minibatch": 128,
-    "optim.policy_lr": 3e-4, "optim.value_lr": 1e-3, "optim.critic_warmup": 0, "optim.anneal": False,
+    "optim.policy_lr": 3e-4, "optim.value_lr": 1e-3, "optim.critic_warmup": 0, "optim.lr_schedule": None,
     "sft.batch": 64, "sft.lr": 1e-3, "eval.tasks": (), "eval.episodes": 20, "eval.videos": 0,
 }  # fmt: skip
 

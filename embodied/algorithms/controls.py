@@ -101,14 +101,15 @@ class UpdateControls:
     def set_learning_rates(self, optimizer: torch.optim.Optimizer, iteration: int) -> None:
         """Set the iteration's learning rates of policy and value head."""
         optim = self._config.optim
-        share = 1 - iteration / self._config.iterations if optim.anneal else 1.0
-        policy, value_head = optimizer.param_groups
+        share = optim.fallen(iteration, self._config.iterations)
         # Each rises from its own first step on.
-        policy["lr"] = optim.policy_lr * share * self._risen(iteration - optim.critic_warmup)
-        value_head["lr"] = optim.value_lr * share * self._risen(iteration)
-
-    def _risen(self, iteration: int) -> float:
-        return max(0.0, min(1.0, (iteration + 1) / (self._config.optim.lr_warmup + 1)))
+        begun = optim.risen(iteration - optim.critic_warmup)
+        rates = {
+            "policy": optim.policy_lr * share * begun,
+            "value_head": optim.value_lr * share * optim.risen(iteration),
+        }
+        for group in optimizer.param_groups:
+            group["lr"] = rates[group["name"]]
 
     def in_rewards(self, batch: Trajectories, now: Tensor | None = None) -> Trajectories:
         """The trajectories with values in the unit of rewards, where the critic predicts in deviations of returns.

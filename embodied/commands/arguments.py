@@ -135,7 +135,8 @@ class EvalArguments:
     with --checkpoint."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100; `average`: the average of the weights that the
+    run's checkpoint has (optim.ema)."""
     against: str | None = None
     """Compare with this on the same episodes: a run, a checkpoint, or the folder of an evaluation."""
     folder: Path | None = None
@@ -166,7 +167,8 @@ class RecordArguments:
     configuration whose policy needs no training or together with --checkpoint."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100; `average`: the average of the weights that the
+    run's checkpoint has (optim.ema)."""
     out: Path = tyro.MISSING
     """Folder of the dataset; there must be none of that name."""
     episodes: int = 100
@@ -203,7 +205,8 @@ class ServeArguments:
     checkpoint's folder below a run; or a configuration whose policy needs no training or together with --checkpoint."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100."""
+    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100; `average`: the average of the weights that the
+    run's checkpoint has (optim.ema)."""
     host: str = "127.0.0.1"
     """Address to listen on. By default only programs of this machine reach it; there is no password."""
     port: int = 8000

@@ -34,6 +34,7 @@ REMOVED: dict[str, Any] = {
     "loss.entropy_target": None,
     "loss.reference_kl_target": None,
     "loss.weight": "decision",
+    "optim.anneal": False,
     "optim.lr_kl": None,
     "optim.non_finite_limit": 3,
     "optim.threads": 0,

@@ -6,6 +6,7 @@ it (`--loss.clip 0.1`).
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -441,10 +442,17 @@ class OptimConfig(Section):
     """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
     learned already."""
     lr_warmup: Annotated[int, Field(ge=0)] = 0
-    """First iterations over which both learning rates rise linearly, the policy's after `critic_warmup`. Adam's first
+    """First iterations (for demonstrations: steps) over which the learning rates rise linearly, the policy's after
+    `critic_warmup`. Adam's first
     steps are as long as the rate whatever the gradient, and can undo what a policy has learned."""
-    anneal: bool = False
-    """Let both learning rates fall linearly to zero over the run."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """Course of the learning rates over the run: `constant`, or falling to zero along a line (`linear`) or along half a
+    cosine (`cosine`). None: `constant` in reinforcement, `linear` for demonstrations."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decay of trained matrices, as a share of the learning rate per step. Norms and biases do not decay."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay per step of an exponential moving average of the trained weights (openpi: 0.999), which every checkpoint
+    has in `average/` beside the weights; `--checkpoint average` evaluates it. None: no average is kept."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the root of Adam's second moment: smaller gradients count for less. Those of 7e9 weights of norm 1
     are as small as 1e-5 itself; there 1e-8 is usual."""
@@ -458,6 +466,16 @@ class OptimConfig(Section):
     sharding: Literal["auto", "whole", "sharded"] = "auto"
     """Part of the policy on each of several ranks: the `whole` policy, or a shard of its parameters, gradients and
     optimiser state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""
+
+    def fallen(self, step: int, steps: int, schedule: str = "constant") -> float:
+        """Share of the learning rate that `lr_schedule` leaves at a step; `schedule` is what None stands for."""
+        share = 1 - step / steps
+        left = {"constant": 1.0, "linear": share, "cosine": (1 - math.cos(math.pi * share)) / 2}
+        return left[self.lr_schedule or schedule]
+
+    def risen(self, step: int) -> float:
+        """Share of the learning rate that `lr_warmup` has reached at a step."""
+        return max(0.0, min(1.0, (step + 1) / (self.lr_warmup + 1)))
 
 
 class RewardConfig(Section):

@@ -160,7 +160,7 @@ class Learner(TrainedPolicy, WeightsPublisher):
         super()._use(parallel)
         optim = self._config.optim
         self.optimizer = make_optimizer(
-            self.policy, policy_lr=optim.policy_lr, value_lr=optim.value_lr, eps=optim.adam_eps
+            self.policy, optim, policy_lr=optim.policy_lr, value_lr=optim.value_lr, eps=optim.adam_eps
         )
         credit, critic = self._config.advantage.credit, self._recipe.critic
         self._update = Update(

@@ -1,9 +1,12 @@
 """The optimiser of a policy, and its steps. Every step of the project is taken here, on one rank or on several.
 
-begin      forget the last gradient
-...        backward passes, micro-batch by micro-batch
-norm       sum the gradients over the ranks, and scale them down to `optim.max_grad_norm`
-take       Adam's step
+    begin      forget the last gradient
+    ...        backward passes, micro-batch by micro-batch
+    norm       sum the gradients over the ranks, and scale them down to `optim.max_grad_norm`
+    take       Adam's step, or AdamW's; the average of the weights moves (`optim.ema`)
+
+The average is part of the optimiser's state of each parameter: checkpoints, shards and offload have it as they have
+Adam's moments.
 """
 
 from __future__ import annotations
@@ -12,16 +15,37 @@ import torch
 from torch import Tensor
 
 from embodied.config.schema import OptimConfig
+from embodied.errors import UserError
 from embodied.learning.parallel import ReplicatedPolicy
+from embodied.run.checkpoint import AVERAGE
 from policies.contract import Policy, actor_parameters
 
 
-def make_optimizer(policy: Policy, *, policy_lr: float, value_lr: float | None, eps: float) -> torch.optim.Adam:
-    """Adam with learning rates of their own for actor and value head; `value_lr` None: the actor alone is trained."""
-    groups = [{"params": list(actor_parameters(policy)), "lr": policy_lr, "name": "policy"}]
+def make_optimizer(
+    policy: Policy, settings: OptimConfig, *, policy_lr: float, value_lr: float | None, eps: float
+) -> torch.optim.Adam:
+    """Adam with learning rates of their own for actor and value head; `value_lr` None: the actor alone is trained. With
+    `optim.weight_decay` it is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101). Raises `UserError` where nothing
+    that is trained would decay."""
+    parts = [("policy", actor_parameters(policy), policy_lr)]
     if value_lr is not None:
-        groups.append({"params": list(policy.value_head.parameters()), "lr": value_lr, "name": "value_head"})
-    return torch.optim.Adam(groups, eps=eps, fused=True)
+        parts.append(("value_head", policy.value_head.parameters(), value_lr))
+    decay, groups = settings.weight_decay, []
+    for name, own, lr in parts:
+        parameters = list(own)
+        decayed = [parameter for parameter in parameters if decay and parameter.ndim > 1]
+        rest = [parameter for parameter in parameters if not decay or parameter.ndim < 2]
+        groups += [
+            {"params": found, "lr": lr, "name": name, "weight_decay": share}
+            for found, share in ((decayed, decay), (rest, 0.0))
+            if found or not decay
+        ]
+    if decay and not any(p.requires_grad for g in groups if g["weight_decay"] for p in g["params"]):
+        raise UserError(
+            f"optim.weight_decay is {decay:g}, and nothing that is trained is a matrix, which alone decays (norms and "
+            "biases do not): set it to 0"
+        )
+    return torch.optim.Adam(groups, eps=eps, fused=True, decoupled_weight_decay=decay > 0)
 
 
 class OptimizerSteps:
@@ -45,5 +69,28 @@ class OptimizerSteps:
         return self._parallel.clip_grad_norm(self._settings.max_grad_norm)
 
     def take(self) -> None:
-        """Take the step."""
+        """Take the step, and move the average of the weights towards them; it begins as they are before the first
+        step."""
+        decay, states = self._settings.ema, self._optimizer.state
+        if decay is None:
+            self._optimizer.step()
+            return
+        trained = [p for group in self._optimizer.param_groups for p in group["params"]]
+        begun = {
+            p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for p in trained
+            if p.grad is not None and AVERAGE not in states.get(p, {})
+        }
         self._optimizer.step()
+        for parameter, average in begun.items():
+            states[parameter][AVERAGE] = average
+        for parameter in trained:
+            if AVERAGE in states.get(parameter, {}):
+                average = _local(states[parameter][AVERAGE])
+                average.lerp_(_local(parameter.detach()).to(average.dtype), 1 - decay)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -161,15 +161,13 @@ class ReplicatedPolicy:
             self.ranks.broadcast(tensor)
         names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
         parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        known = self.ranks.broadcast_plain([name for name, p in parameters.items() if optimizer.state.get(p)])
-        for name in known:
+        own = {name: checkpoint.kept(optimizer.state.get(p, {})) for name, p in parameters.items()}
+        known = self.ranks.broadcast_plain({name: keys for name, keys in own.items() if keys})
+        for name, keys in known.items():
             parameter = parameters[name]
             if not self.ranks.first:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    **{key: torch.empty_like(parameter) for key in checkpoint.MOMENTS},
-                }
-            for key in ("step", *checkpoint.MOMENTS):
+                optimizer.state[parameter] = state_like(parameter, 0.0, keys)
+            for key in ("step", *keys):
                 self.ranks.broadcast(optimizer.state[parameter][key])
 
     def _read(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -185,6 +183,18 @@ def copy_without_memory(policy: Policy) -> Policy:
     """A copy of the policy whose parameters take no memory."""
     empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in policy.parameters()}
     return copy.deepcopy(policy, dict(empty))
+
+
+def state_like(parameter: Tensor, step: float, keys: Sequence[str]) -> dict[str, Tensor]:
+    """Zeros in the shapes of an optimiser's state of the parameter after so many steps."""
+    precise = torch.promote_types(parameter.dtype, torch.float32)
+    return {
+        "step": torch.tensor(step, device=parameter.device),
+        **{
+            key: torch.zeros_like(parameter, dtype=precise if key == checkpoint.AVERAGE else parameter.dtype)
+            for key in keys
+        },
+    }
 
 
 def copied(arrays: checkpoint.Arrays) -> checkpoint.Arrays:

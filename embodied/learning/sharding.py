@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from embodied.config.schema import Config
 from embodied.devices import CPU, copies
 from embodied.errors import UserError
-from embodied.learning.parallel import ReplicatedPolicy, copied, copy_without_memory, write_nothing
+from embodied.learning.parallel import ReplicatedPolicy, copied, copy_without_memory, state_like, write_nothing
 from embodied.run import checkpoint, optimizer_shards
 from embodied.run.checkpoint import MASTER, CheckpointError
 from embodied.runtime.ranks import Ranks, bind
@@ -152,6 +152,11 @@ class ShardedPolicy(ReplicatedPolicy):
         the format of one rank. Where a rank cannot reach the folder, rank 0 writes everything.
         """
         whole, shards = self._whole(), self._optimizer_shards(optimizer)
+        averages = {
+            name: self._on_first(optimizer.state[parameter][checkpoint.AVERAGE])
+            for name, parameter in self.policy.named_parameters()
+            if checkpoint.AVERAGE in optimizer.state.get(parameter, {})
+        }
         self.ranks.first_does("begin the checkpoint", lambda: checkpoint.begin(root, state))
         partial = checkpoint.partial_folder(root, state)
         folder = partial / checkpoint.SHARDS
@@ -179,7 +184,7 @@ class ShardedPolicy(ReplicatedPolicy):
                     optimizer_shards.require_whole(folder, shapes)
                 else:
                     checkpoint.write_optimizer(partial, gathered)
-                checkpoint.write_run(partial, state, policy, steps, arrays)
+                checkpoint.write_run(partial, state, policy, steps, arrays, averages)
                 checkpoint.complete(partial)
 
         return write
@@ -209,12 +214,13 @@ class ShardedPolicy(ReplicatedPolicy):
                 self._spread(moments.tensors.get(f"{MASTER}{name}", whole.get(name)), parameters[name])
             else:
                 self.ranks.broadcast(tensor)
+        averaged: bool = self.ranks.broadcast_plain((folder / checkpoint.AVERAGE).is_dir())
+        keys = (*checkpoint.MOMENTS, *((checkpoint.AVERAGE,) if averaged else ()))
         steps: dict[str, float] = self.ranks.broadcast_plain(moments.steps)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in parameters.items():
             if name in steps and id(parameter) in trained:
-                state = {key: torch.zeros_like(parameter) for key in checkpoint.MOMENTS}
-                optimizer.state[parameter] = {"step": torch.tensor(steps[name], device=parameter.device), **state}
+                optimizer.state[parameter] = state_like(parameter, steps[name], keys)
         self._fill(folder, moments, optimizer, shared)
 
     def _fill(
@@ -245,7 +251,7 @@ class ShardedPolicy(ReplicatedPolicy):
             f"{key}.{name}": optimizer.state[parameter][key]
             for name, parameter in parameters.items()
             if parameter in optimizer.state
-            for key in checkpoint.MOMENTS
+            for key in checkpoint.kept(optimizer.state[parameter])
         }
         masters = {name: p.detach() for name, p in parameters.items() if p.dtype != self._types[name]}
         return found | {f"{MASTER}{name}": tensor for name, tensor in masters.items()}

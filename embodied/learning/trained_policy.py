@@ -88,6 +88,9 @@ class TrainedPolicy:
         """Load policy and optimiser from a verified checkpoint, of any number of ranks."""
         self.saved()
         self._parallel.load(folder, self.optimizer)
+        if self._config.optim.ema is None:  # the average of a run that kept one
+            for state in self.optimizer.state.values():
+                state.pop(checkpoint.AVERAGE, None)
 
     def _state_in(self, folder: Path) -> dict[str, Any]:
         """The run's state in a verified checkpoint, by the names of `RunState`, on every rank. Rank 0 reads it: another

@@ -6,6 +6,7 @@
         policy/                    config.json, model.safetensors (or the community's own layout)
         value_head.safetensors
         optimizer.safetensors      the optimiser's tensors, by parameter name
+        average/                   where optim.ema keeps an average of the weights: the policy with it, and state.json
         optimizer/                 instead of that, where ranks hold shards: what each of them has written
         state.json                 iteration, counters, configuration of the policy
         environments.safetensors   each environment's episode and its executed actions
@@ -52,6 +53,9 @@ SHARDS = "optimizer"
 """The folder that several ranks write instead of `optimizer.safetensors`."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's state of each parameter, beside its steps."""
+AVERAGE = "average"
+"""Exponential moving average of a parameter, in the optimiser's state where one is kept; and the folder of a checkpoint
+with the policy that has these weights."""
 MASTER = "master."
 """Begins the name of a parameter's float32 copy, where ranks that hold shards train it in 16 bits."""
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -75,7 +79,7 @@ class OptimizerState:
         for parameter, state in optimizer.state.items():
             name = names[id(parameter)]
             found.steps[name] = float(state["step"])
-            for key in MOMENTS:
+            for key in kept(state):
                 found.tensors[f"{key}.{name}"] = state[key].detach()
         return found
 
@@ -97,7 +101,8 @@ class OptimizerState:
         return found
 
     def _check(self, path: Path) -> None:
-        known = {f"{key}.{name}" for name in self.steps for key in MOMENTS}
+        keys = (*MOMENTS, AVERAGE) if self.averages else MOMENTS
+        known = {f"{key}.{name}" for name in self.steps for key in keys}
         found = {name for name in self.tensors if not name.startswith(MASTER)}
         if known != found:
             name = min(known ^ found)
@@ -113,6 +118,12 @@ class OptimizerState:
             if name.startswith(f"{MOMENTS[1]}.") and (tensor < 0).any():
                 raise unreadable(path, f"{name} is a mean of squares and holds negative numbers")
 
+    @property
+    def averages(self) -> dict[str, torch.Tensor]:
+        """The average of each parameter by its name; empty where none is kept."""
+        begin = f"{AVERAGE}."
+        return {name.removeprefix(begin): tensor for name, tensor in self.tensors.items() if name.startswith(begin)}
+
     def check_fits(self, folder: Path, parameters: Mapping[str, torch.Tensor]) -> None:
         """Raise `CheckpointError` unless it is of a policy with these parameters, by name, shape and type."""
         for name in self.steps:
@@ -126,6 +137,11 @@ class OptimizerState:
                 raise unreadable(folder, f"the optimiser's {name!r} is {layout(tensor)}, the parameter {layout(own)}")
 
 
+def kept(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The tensors of a parameter's state in the optimiser that a checkpoint has, beside its steps."""
+    return tuple(key for key in (*MOMENTS, AVERAGE) if key in state)
+
+
 def write(root: Path, state: RunState, policy: Policy, optimizer: torch.optim.Optimizer, environments: Arrays) -> Path:
     """Write the checkpoint of `state.iteration` below `root` and make it the latest. Returns its folder."""
     return write_state(root, state, policy, OptimizerState.of(policy, optimizer), environments)
@@ -136,7 +152,7 @@ def write_state(root: Path, state: RunState, policy: Policy, optimizer: Optimize
     partial = begin(root, state)
     try:
         with writing(root, state):
-            write_run(partial, state, policy, optimizer.steps, environments)
+            write_run(partial, state, policy, optimizer.steps, environments, optimizer.averages)
             write_optimizer(partial, optimizer.tensors)
             return complete(partial)
     except BaseException:
@@ -153,12 +169,38 @@ def begin(root: Path, state: RunState) -> Path:
     return partial
 
 
-def write_run(partial: Path, state: RunState, policy: Policy, steps: Mapping[str, float], environments: Arrays) -> None:
-    """Write all but the optimiser's tensors, whose `steps` are known."""
+def write_run(
+    partial: Path,
+    state: RunState,
+    policy: Policy,
+    steps: Mapping[str, float],
+    environments: Arrays,
+    averages: Mapping[str, torch.Tensor],
+) -> None:
+    """Write all but the optimiser's tensors, whose `steps` and `averages`, by the parameters' names, are known."""
     policies.save(policy, partial)
     arrays = {key: np.ascontiguousarray(array) for key, array in environments.items()}
     save_numpy(arrays, partial / "environments.safetensors")
     write_state_file(partial, state, steps)
+    if averages:
+        with _averaged(policy, averages):
+            policies.save(policy, partial / AVERAGE)
+        write_state_file(partial / AVERAGE, state, {})
+        write_manifest(partial / AVERAGE)
+
+
+@contextmanager
+def _averaged(policy: Policy, averages: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A block in which the policy's parameters of these names have the averages as values."""
+    parameters = {name: p for name, p in policy.named_parameters() if name in averages}
+    raw = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = averages[name].to(parameter.device, parameter.dtype)
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = raw[name]
 
 
 def write_optimizer(partial: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -329,7 +371,11 @@ def load_optimizer(folder: Path, policy: Policy, optimizer: torch.optim.Optimize
                 continue
             optimizer.state[parameter] = {
                 "step": torch.tensor(float(found.steps[name])).to(parameter.device),
-                **{key: found.tensors[f"{key}.{name}"].to(parameter.device, copy=True) for key in MOMENTS},
+                **{
+                    key: found.tensors[f"{key}.{name}"].to(parameter.device, copy=True)
+                    for key in (*MOMENTS, AVERAGE)
+                    if f"{key}.{name}" in found.tensors
+                },
             }
 
 

@@ -36,6 +36,8 @@ VERBS = {"rl": "train", "sft": "sft"}
 """The verb that makes a run of a stage."""
 AMOUNTS = {"rl": "iterations", "sft": "steps"}
 """The unit of progress of a stage, in the plural."""
+SCHEDULES = {"rl": "constant", "sft": "linear"}
+"""What optim.lr_schedule None stands for."""
 EARLIER = "config.until-"
 """Begins the name of the file with the settings of earlier iterations."""
 LEARNING = ("workflow", "rollout", "advantage", "loss", "optim", "reward")
@@ -111,7 +113,7 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
         say(f"{run_dir / CONFIG} has former settings, all at their defaults, which are ignored: {', '.join(former)}")
     before, now = _flat(recorded), _flat(given)
     typed = {key for key in typed if key in before.keys() | now.keys()}
-    if stage == "rl" and not recorded.optim.anneal and before["iterations"] <= min(done(run_dir), now["iterations"]):
+    if stage == "rl" and not _falls(recorded, stage) and before["iterations"] <= min(done(run_dir), now["iterations"]):
         typed.add("iterations")
     options = {key: value for key, value in before.items() if key.startswith(OPTION) and key not in typed}
     options |= {key: value for key, value in now.items() if key.startswith(OPTION) and key in typed}
@@ -232,8 +234,12 @@ def _stretched(before: Config, now: Config, done: int, stage: str) -> str | None
 
 
 def _fall(config: Config, stage: str) -> str:
-    falls = stage == "sft" or config.optim.anneal
-    return f"fall to zero over {_amount(config, stage)} {AMOUNTS[stage]} now" if falls else "do not fall any more"
+    over = f"fall to zero over {_amount(config, stage)} {AMOUNTS[stage]} now"
+    return over if _falls(config, stage) else "do not fall any more"
+
+
+def _falls(config: Config, stage: str) -> bool:
+    return (config.optim.lr_schedule or SCHEDULES[stage]) != "constant"
 
 
 def _amount(config: Config, stage: str) -> int:
@@ -242,8 +248,8 @@ def _amount(config: Config, stage: str) -> int:
 
 def _share(config: Config, done: int, stage: str) -> float:
     """Share of the learning rate that falls to zero, after so many iterations."""
-    falls = stage == "sft" or config.optim.anneal
-    return max(0.0, 1 - done / _amount(config, stage)) if falls else 1.0
+    amount = _amount(config, stage)
+    return config.optim.fallen(min(done, amount), amount, SCHEDULES[stage])
 
 
 def keep_settings(run_dir: Path, recorded: Config, config: Config, iteration: int) -> Path | None:

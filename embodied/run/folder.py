@@ -68,14 +68,19 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[CheckpointError]]:
 def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
     """The checkpoint `named`, or the one that the run ends with, complete and undamaged; None where there is neither.
 
-    That is the best where it was evaluated during training (eval.every), else the newest.
+    That is the best where it was evaluated during training (eval.every), else the newest. Its average of the weights
+    where `named` is `average`.
 
     Raises `UserError` if the run has no checkpoint yet, or if the checkpoint is damaged.
     """
-    if named is None and run_dir is not None:
+    average = named == Path(checkpoint.AVERAGE)
+    if run_dir is not None and (named is None or average):
         named = checkpoint.best(run_dir / "checkpoints") or checkpoint.latest(run_dir / "checkpoints")
         if named is None:
             raise UserError(f"{run_dir} has no checkpoint yet; train it first, or name one with --checkpoint")
+        named = named / checkpoint.AVERAGE if average else named
+        if not named.is_dir():
+            raise UserError(f"{named.parent} has no average of the weights: its run kept none (optim.ema 0.999)")
     if named is not None:
         checkpoint.verify(named)
     return named

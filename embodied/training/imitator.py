@@ -102,7 +102,7 @@ class Imitator(TrainedPolicy):
     def _use(self, parallel: ReplicatedPolicy) -> None:
         super()._use(parallel)
         config = self._config
-        self.optimizer = make_optimizer(self.policy, policy_lr=config.sft.lr, value_lr=None, eps=ADAM_EPS)
+        self.optimizer = make_optimizer(self.policy, config.optim, policy_lr=config.sft.lr, value_lr=None, eps=ADAM_EPS)
         self._steps = OptimizerSteps(parallel, self.optimizer, config.optim)
 
     # --- before the first step
@@ -157,8 +157,9 @@ class Imitator(TrainedPolicy):
     def step(self) -> float:
         """One optimiser step; the loss before it. Raises `UserError` where it is not finite."""
         with self._affinity.applied(), self.ranks.waiting("take a step"):
+            optim, sft = self._config.optim, self._config.sft
             for group in self.optimizer.param_groups:
-                group["lr"] = self._config.sft.lr * (1 - self.done / self._config.sft.steps)
+                group["lr"] = sft.lr * optim.fallen(self.done, sft.steps, "linear") * optim.risen(self.done)
             self._steps.begin()
             losses, noise = [], self._noise(self._batch, self.done + 1)
             for read, batch in self._next():

@@ -72,7 +72,7 @@ class Update:
         loss, settings = LossConfig(), OptimConfig()
         self._loss, self._max_grad_norm = loss, settings.max_grad_norm
         self.optimizer = make_optimizer(
-            policy, policy_lr=settings.policy_lr, value_lr=settings.value_lr, eps=settings.adam_eps
+            policy, settings, policy_lr=settings.policy_lr, value_lr=settings.value_lr, eps=settings.adam_eps
         )
         generator = torch.Generator("cpu").manual_seed(seed)
         inputs = make_inputs(policy, minibatch, seed, CPU)

@@ -379,8 +379,8 @@ def test_rates_rise_over_the_first_iterations(tmp_path: Path) -> None:
     assert shares == pytest.approx([0.25, 0.5, 0.75, 1, 1])
 
 
-def test_annealed_rates_fall_linearly_over_the_run(tmp_path: Path) -> None:
-    learner = make_learner(tmp_path, anneal=True, policy_lr=1e-3, value_lr=2e-3)
+def test_rates_fall_linearly_over_the_run(tmp_path: Path) -> None:
+    learner = make_learner(tmp_path, lr_schedule="linear", policy_lr=1e-3, value_lr=2e-3)
     for iteration in (0, 5, 9):
         metrics = learner.update(make_batch(), iteration) if iteration == 0 else {}
         learner._controls.set_learning_rates(learner.optimizer, iteration)

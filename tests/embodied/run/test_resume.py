@@ -64,8 +64,8 @@ IMAGES = {
 }
 
 
-def config_of(settings: dict[str, Any], iterations: int, anneal: bool = False) -> Config:
-    optim = {**settings["optim"], "anneal": anneal}
+def config_of(settings: dict[str, Any], iterations: int, lr_schedule: str | None = None) -> Config:
+    optim = {**settings["optim"], "lr_schedule": lr_schedule}
     return parse_config({**settings, "iterations": iterations, "optim": optim}, "test")
 
 
@@ -134,7 +134,7 @@ def test_a_run_keeps_as_many_checkpoints_as_its_settings_say(tmp_path: Path) -> 
 
 
 def test_a_run_that_crashed_after_its_checkpoint_repeats_what_was_lost(tmp_path: Path) -> None:
-    config = config_of(STATES, 5, anneal=True)
+    config = config_of(STATES, 5, "linear")
     run(config, tmp_path / "whole")
     rewind(tmp_path / "whole", tmp_path / "crashed", 3)
     assert len(read(tmp_path / "crashed")) == 5, "the record is ahead of the checkpoint"
@@ -144,7 +144,7 @@ def test_a_run_that_crashed_after_its_checkpoint_repeats_what_was_lost(tmp_path:
 
 @pytest.mark.parametrize("pointer", [None, "000009\n"], ids=["missing", "astray"])
 def test_a_run_goes_on_from_its_newest_checkpoint_without_a_pointer(pointer: str | None, tmp_path: Path) -> None:
-    config = config_of(STATES, 5, anneal=True)
+    config = config_of(STATES, 5, "linear")
     run(config, tmp_path / "whole")
     rewind(tmp_path / "whole", tmp_path / "crashed", 3)
     (tmp_path / "crashed" / "checkpoints" / "latest").unlink()
@@ -272,7 +272,7 @@ def test_what_is_not_typed_again_stays_and_what_is_typed_is_said_and_recorded(be
     assert "optim.policy_lr 1e-05 (own.yaml: 0.003)" in output and "--optim.policy-lr 0.003" in output
     kept = settings_of("run", begun.parent)
     assert (kept.optim.policy_lr, kept.loss.clip, kept.seed, kept.iterations) == (1e-5, 0.05, 7, 3)
-    output = resumed(begun, "--iterations", "4", "--optim.policy-lr", "0.003", "--optim.anneal")
+    output = resumed(begun, "--iterations", "4", "--optim.policy-lr", "0.003", "--optim.lr-schedule", "linear")
     assert "after 3 iterations" in output and "optim.policy_lr 1e-05 -> 0.003" in output
     assert "fall to zero over 4 iterations now: the next has 25% of optim.policy_lr in place of 100%" in output
     assert [row["iteration"] for row in read(begun)] == [1, 2, 3, 4]
@@ -280,7 +280,7 @@ def test_what_is_not_typed_again_stays_and_what_is_typed_is_said_and_recorded(be
     changed = {part.iteration: {str(change) for change in part.changes} for part in continued.parts(begun)}
     assert changed == {
         2: {"iterations 2 -> 3"},
-        3: {"iterations 3 -> 4", "optim.policy_lr 1e-05 -> 0.003", "optim.anneal False -> True"},
+        3: {"iterations 3 -> 4", "optim.policy_lr 1e-05 -> 0.003", "optim.lr_schedule None -> 'linear'"},
     }
     assert saved_config(begun / "config.until-000002.yaml").optim.policy_lr == 1e-5
     assert "optim.policy_lr" in (begun / "report.html").read_text().partition("other settings than it began")[2]
@@ -336,18 +336,22 @@ def test_what_is_typed_is_known_by_its_words() -> None:
         "train",
         "reach",
         "--optim.policy-lr=1e-3",
-        "--optim.no-anneal",
+        "--advantage.no-normalise-returns",
         "--policy.options.rows",
         "8",
         "--runtime.address",
     ]
-    typed = {"optim.policy_lr", "optim.anneal", "policy.options.rows", "runtime.address"}
+    typed = {"optim.policy_lr", "advantage.normalise_returns", "policy.options.rows", "runtime.address"}
     assert continued.typed_keys([*words, "a:1", "--nothing", "--resume", "auto"]) == typed
     first, second = (
-        parse_config({"optim": {"anneal": on}, "env": {"cameras": ["a", "b"]}}, "") for on in (True, False)
+        parse_config({"advantage": {"normalise_returns": on}, "env": {"cameras": ["a", "b"]}}, "")
+        for on in (True, False)
     )
     (change,) = continued.changes(first, second)
-    assert change.typed == "--optim.no-anneal" and str(change) == "optim.anneal True -> False"
+    assert (
+        change.typed == "--advantage.no-normalise-returns"
+        and str(change) == "advantage.normalise_returns True -> False"
+    )
 
 
 def test_another_beginning_is_refused_and_one_that_is_gone_says_nothing(begun: Path) -> None:

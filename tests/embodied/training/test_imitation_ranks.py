@@ -1,0 +1,205 @@
+"""Learning from demonstrations on several ranks: the gradient, the parameters and the rows of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+import policies
+from embodied.config.schema import Config
+from embodied.demonstrations import Batch, Dataset
+from embodied.errors import UserError
+from embodied.learning.parallel import ReplicatedPolicy
+from embodied.run import checkpoint
+from embodied.training.imitator import Imitator, Pass
+from embodied.training.sft import check_shares, read_demonstrations
+from policies.contract import Inputs
+from policies.small.encoders import Normalizer
+from tests.embodied.support.expert import record_reach
+from tests.embodied.support.ranks_in_processes import on_ranks
+from tests.embodied.training.test_imitation import PIXELS, STATES, config_of, info_of
+from tests.variants import often
+
+FLOW: dict[str, Any] = {**STATES, "policy": {"kind": "flow", "chunk": 4, "options": {"widths": [32]}}}
+VLA: dict[str, Any] = {
+    **PIXELS,
+    "env": {**PIXELS["env"], "image_size": 56},
+    "policy": {
+        "kind": "openvla",
+        "reads": ["images", "instruction"],
+        "options": {"checkpoint": "assets/openvla_tiny", "unnorm_key": "demonstrations"},
+    },
+}
+PI0: dict[str, Any] = {
+    **VLA,
+    "policy": {
+        "kind": "pi0",
+        "chunk": 2,
+        "reads": ["images", "instruction"],
+        "options": {"asset": "demonstrations", "steps": 2},
+    },
+}
+
+
+class Exact(Imitator):
+    """In float64."""
+
+    def _use(self, parallel: ReplicatedPolicy) -> None:
+        if parallel.ranks.size == 1 or not parallel.ranks.addresses:  # before it is sharded
+            self.policy.double()
+            for module in self.policy.modules():  # which rounds each row to float32
+                if isinstance(module, Normalizer):
+                    module.register_forward_hook(lambda module, given, found: found.double())
+        super()._use(parallel)
+
+    def _noise(self, count: int, key: int) -> npt.NDArray[Any]:
+        return super()._noise(count, key).astype(np.float64)
+
+    def _loss(self, read: Pass, batch: Batch, noise: npt.NDArray[Any]) -> Tensor:
+        actions: npt.NDArray[Any] = batch.actions.astype(np.float64)
+        return super()._loss(read, replace(batch, actions=actions), noise)
+
+    def _shown(self, batch: Batch) -> Inputs:
+        inputs = super()._shown(batch)
+        return replace(inputs, state=None if inputs.state is None else inputs.state.double())
+
+
+def make(rank: int, ranks: int, kind: type[Imitator], config: Config, *_: Any) -> Imitator:
+    info = info_of(config)
+    return kind(config, info, read_demonstrations(config, info), None, rank, ranks)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
+
+
+def gradient(own: Imitator, *_: Any) -> dict[str, Tensor]:
+    """Of the first step, before it is scaled down, and the loss."""
+    own.begin()
+    loss = own.step()
+    found = {n: whole(p.grad) for n, p in own.policy.named_parameters() if p.grad is not None}
+    return {**found, "loss": torch.tensor(loss, dtype=torch.float64)}
+
+
+def learned(own: Imitator, kind: Any, config: Config, *_: Any) -> dict[str, Any]:
+    """Parameters and rows of a few steps."""
+    own.begin()
+    losses = [own.step() for _ in range(config.sft.steps)]
+    parameters = {n: whole(p) for n, p in own.policy.named_parameters()}
+    return {"losses": losses, "parameters": parameters, "measured": own.measure(), "more": own.step()}
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return record_reach(tmp_path_factory.mktemp("recorded") / "demos", 6, image_size=56)
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).abs().max() <= tolerance, name
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding", "micro"),
+    often(
+        [(2, "sharded", 4), (3, "whole", None)],
+        [(ranks, sharding, micro) for ranks in (2, 3) for sharding in ("whole", "sharded") for micro in (None, 1, 4)],
+    ),
+)
+def test_ranks_and_micro_batches_have_the_gradient_of_one(
+    ranks: int, sharding: str, micro: int | None, demos: Dataset
+) -> None:
+    """Two datasets of uneven shares: ranks have different numbers of passes, and one has none of a dataset."""
+    for settings in (STATES, FLOW):
+        data = {"data": [str(demos.folder)] * 2, "episodes": ["0", "1-5"], "batch": 7, "holdout": 0}
+        optim = {"max_grad_norm": float("inf")}
+        one = config_of({**settings, "optim": optim}, demos, **data)
+        several = config_of({**settings, "optim": {**optim, "sharding": sharding, "micro_batch": micro}}, demos, **data)
+        (expected,) = on_ranks(1, make, gradient, Exact, one)
+        assert max(float(g.abs().max()) for g in expected.values()) > 1e-3, "there is a gradient to compare"
+        for found in on_ranks(ranks, make, gradient, Exact, several):
+            assert_near(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 64])
+def test_any_split_into_micro_batches_has_the_same_gradient(micro: int, demos: Dataset) -> None:
+    settings = {**FLOW, "optim": {"max_grad_norm": float("inf")}}
+    (expected,) = on_ranks(1, make, gradient, Exact, config_of(settings, demos, batch=16))
+    split = {**settings, "optim": {**settings["optim"], "micro_batch": micro}}
+    (found,) = on_ranks(1, make, gradient, Exact, config_of(split, demos, batch=16))
+    assert_near(found, expected, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(VLA, id="openvla"),
+        pytest.param(PI0, id="pi0"),
+        pytest.param(PIXELS | {"env": VLA["env"]}, id="pixels"),
+    ],
+)
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_large_policies_learn_on_ranks_what_one_learns(settings: dict[str, Any], sharding: str, demos: Dataset) -> None:
+    sft = {"batch": 6, "steps": 3, "lr": 1e-4}
+    optim = {"micro_batch": 2}
+    (expected,) = on_ranks(1, make, learned, Imitator, config_of({**settings, "optim": optim}, demos, **sft))
+    config = config_of({**settings, "optim": {**optim, "sharding": sharding}}, demos, **sft)
+    for found in on_ranks(2, make, learned, Imitator, config):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
+        assert found["measured"] == pytest.approx(expected["measured"], rel=1e-3)
+        assert found["more"] == pytest.approx(expected["more"], rel=1e-3), "it learns on after it was measured"
+        assert_near(found["parameters"], expected["parameters"], 1e-5)
+
+
+def saved_and_loaded(own: Imitator, kind: Any, config: Config, root: Path, begin: Path | None) -> dict[str, Tensor]:
+    """Two steps from the beginning or from a checkpoint, and a checkpoint of them."""
+    own.begin() if begin is None else own.load(begin)
+    for _ in range(2):
+        own.step()
+    own.save(root, own.state(0.0), {})
+    own.saved()
+    averages = {
+        f"average of {n}": whole(own.optimizer.state[p]["average"])
+        for n, p in own.policy.named_parameters()
+        if p in own.optimizer.state
+    }
+    return {n: whole(p) for n, p in own.policy.named_parameters()} | averages
+
+
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_a_checkpoint_of_ranks_is_gone_on_with_by_any_number(sharding: str, demos: Dataset, tmp_path: Path) -> None:
+    """Bit for bit by as many ranks, to rounding by others."""
+    optim = {"ema": 0.9, "weight_decay": 0.1, "lr_warmup": 2, "lr_schedule": "cosine"}
+    config = config_of({**FLOW, "optim": {"sharding": sharding, **optim}}, demos, batch=8, steps=8)
+    for number, begin in ((2, None), (4, tmp_path / "a" / "000002")):
+        folder = tmp_path / "a"
+        straight = on_ranks(2, make, saved_and_loaded, Imitator, config, folder, begin)[0]
+        checkpoint.verify(folder / f"{number:06d}")
+    again = on_ranks(2, make, saved_and_loaded, Imitator, config, tmp_path / "b", tmp_path / "a" / "000002")[0]
+    assert all(torch.equal(again[name], tensor) for name, tensor in straight.items())
+    for ranks in (1, 3):
+        found = on_ranks(
+            ranks, make, saved_and_loaded, Imitator, config, tmp_path / f"{ranks}", tmp_path / "a" / "000002"
+        )
+        assert_near(found[0], straight, 1e-5)
+    saved = policies.load(tmp_path / "a" / "000004" / "average")
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(parameter, straight.get(f"average of {name}", straight[name]))
+
+
+def test_ranks_without_a_row_are_refused(demos: Dataset) -> None:
+    config = config_of({**STATES, "optim": {"ranks": 9}}, demos, batch=8)
+    with pytest.raises(UserError, match=r"optim.ranks is 9, and a minibatch has 8 rows.*optim.ranks to 8 or less"):
+        check_shares(config)
+    check_shares(config_of({**STATES, "optim": {"ranks": 8}}, demos, batch=8))
+    with pytest.raises(UserError, match="a minibatch has 5 rows"):
+        check_shares(config_of({**STATES, "optim": {"ranks": 8}}, demos, batch=8), rows=5)
