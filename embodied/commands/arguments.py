@@ -95,6 +95,8 @@ class SftArguments:
     `org/name@revision`): sft.data."""
     resume: Literal["no", "auto"] = "no"
     """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    dry_run: bool = False
+    """Check everything and print shapes, memory of each rank and placement; start no worker and train nothing."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False

@@ -33,6 +33,10 @@ from sim_farm.workers.hosts import InProcess
 def run(args: Arguments) -> dict[str, Any]:
     learning = args.settings.sft.model_copy(update={"data": args.data or args.settings.sft.data})
     settings = args.settings.model_copy(update={"sft": learning})
+    if args.dry_run:
+        from embodied.training.dry_run import sft_dry_run
+
+        return sft_dry_run(begun_from(settings, args.runs_dir, args.resume == "auto", STAGE))
     return sft_run(settings, args.config, args.runs_dir, args.resume == "auto")
 
 

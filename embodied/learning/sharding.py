@@ -10,7 +10,7 @@ steps; passes compute in 16 bits as before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -56,13 +56,8 @@ class ShardedPolicy(ReplicatedPolicy):
         self._mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         self._host_mesh = init_device_mesh("cpu", (ranks.size,))
         # The parameters of modules in `shards` are gathered when these are called; the rest when `evaluate` begins.
-        named = policy.shards() if isinstance(policy, GathersInGroups) else ()
-        groups = [list(group) for group in (*named, [policy.value_head])]
-        for group in [group for group in groups if any(list(module.parameters()) for module in group)]:
-            self._shard(group, _parameters(group))
-        taken = {id(p) for group in groups for p in _parameters(group).values()}
-        rest = {name: p for name, p in policy.named_parameters() if id(p) not in taken}
-        self._shard([policy], rest)
+        for group, parameters in shard_groups(policy):
+            self._shard(group, parameters)
         for method in ("evaluate", "imitate", "precompute"):
             if hasattr(policy, method):
                 register_fsdp_forward_method(policy, method)
@@ -319,6 +314,40 @@ class ShardedPolicy(ReplicatedPolicy):
         self.ranks.broadcast(sent)
         with torch.no_grad():
             into.copy_(distribute_tensor(sent, self._mesh, into.placements, src_data_rank=None))
+
+
+def shard_groups(policy: Policy) -> list[tuple[list[nn.Module], dict[str, nn.Parameter]]]:
+    """The groups of modules that are gathered together, with their parameters; last the policy with all others."""
+    named = policy.shards() if isinstance(policy, GathersInGroups) else ()
+    groups = [list(group) for group in (*named, [policy.value_head])]
+    found = [(group, _parameters(group)) for group in groups]
+    taken = {id(p) for _, parameters in found for p in parameters.values()}
+    rest = {name: p for name, p in policy.named_parameters() if id(p) not in taken}
+    return [each for each in found if each[1]] + [([policy], rest)]
+
+
+def rank_bytes(policy: Policy, ranks: int, sharded: bool, averaged: bool) -> dict[str, int]:
+    """Bytes that each rank keeps of a policy that is not sharded yet, beside activations: what lasts, and
+    `gathered_at_once`, which passes gather of it. `averaged`: an average of the weights is kept.
+
+    Of shards, parameters that train in 16 bits have masters, gradients, moments and average in float32.
+    """
+    numbers = list(policy.parameters())
+    trained = [p for p in numbers if p.requires_grad]
+
+    def size(tensors: Iterable[Tensor], least: int = 0) -> int:
+        return sum(t.numel() * max(t.element_size(), least) for t in tensors)
+
+    least, parts = (4, ranks) if sharded else (0, 1)
+    gathered = [size(parameters.values()) for _, parameters in shard_groups(policy)] if sharded else []
+    return {
+        "weights": (size(trained, least) + size(p for p in numbers if not p.requires_grad)) // parts,
+        "gradients": size(trained, least) // parts,
+        "moments": 2 * size(trained, least) // parts,
+        "average": size(trained, 4) // parts if averaged else 0,
+        # The next group is gathered while one computes; what is in no group stays.
+        "gathered_at_once": gathered[-1] + sum(sorted(gathered[:-1])[-2:]) if sharded else 0,
+    }
 
 
 def parallelised(policy: Policy, config: Config, ranks: Ranks) -> ReplicatedPolicy:

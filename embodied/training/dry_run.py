@@ -1,4 +1,4 @@
-"""`embodied train --dry-run`: shapes, memory and placement of a run, without a worker and without an update."""
+"""`--dry-run` of `train` and `sft`: shapes, memory and placement of a run, without a worker and without an update."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from rich import get_console
 
 from embodied.config.schema import Config
 from embodied.devices import decide
-from embodied.execution.assignment import Assignment, configured, frame_rows, memory_rounds
+from embodied.execution.assignment import Assignment, configured, frame_rows, imitation_places, memory_rounds
+from embodied.learning.optimizer import make_optimizer
+from embodied.learning.sharding import rank_bytes
 from embodied.rollout.policy_worker import blank_inputs
-from embodied.training.preflight import check_begun, check_training, unknown_nodes
+from embodied.training.imitator import ADAM_EPS
+from embodied.training.preflight import (
+    check_begun,
+    check_evaluation,
+    check_own_evaluation,
+    check_training,
+    unknown_nodes,
+)
+from embodied.training.sft import check_shares, read_demonstrations
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
 from embodied.workflows.checks import check_tasks
 from embodied.workflows.context import make_policy, policy_spec
-from embodied.workflows.run_spec import RunSpec
+from embodied.workflows.run_spec import RunSpec, task_spec
+from embodied.workflows.sizes import holds_shards
 from policies.contract import Policy
 from sim_farm.contract import TaskInfo
 from sim_farm.shared_memory.frame_memory import nbytes_of
@@ -36,13 +47,62 @@ def dry_run(config: Config) -> dict[str, Any]:
     infos = [InProcess().describe(task.spec) for task in run.tasks]
     check_tasks(run, infos)
     policy = make_policy(config, policy_spec(config, infos[0]))
+    return _shown(
+        {
+            "tasks": [_task(info) for info in infos],
+            "policy": _policy(config, policy, infos[0]),
+            "iteration": _iteration(run, infos),
+            "bytes": _bytes(run, policy, infos),
+            "placement": _placement(run),
+        }
+    )
+
+
+def sft_dry_run(config: Config) -> dict[str, Any]:
+    """Check a training from demonstrations, ask an environment for its sizes, build the policy, and open the data where
+    it is named. Returns the figures that it prints."""
+    check_shares(config)
+    check_evaluation(config, (config.env.task,))
+    check_own_evaluation(config)
+    info = InProcess().describe(task_spec(config))
+    policy = make_policy(config, policy_spec(config, info), device="cpu")
+    data: dict[str, Any] = {}
+    rows = None
+    if config.sft.data:
+        demonstrations = read_demonstrations(config, info)
+        rows = len(demonstrations.train)
+        check_shares(config, rows)
+        data = {"episodes": demonstrations.episodes, "rows": rows, "held_out_rows": len(demonstrations.held_out)}
+    batch = min(config.sft.batch, rows or config.sft.batch)
+    places = imitation_places(config, tuple(sorted(os.sched_getaffinity(0))), ())
+    ranks = 1 if config.runtime.mode == "inline" else len(places)
+    share = math.ceil(batch / ranks)
+    micro_batch = min(config.optim.micro_batch or batch, share)
+    make_optimizer(policy, config.optim, policy_lr=config.sft.lr, value_lr=None, eps=ADAM_EPS)  # raises for no decay
+    trained, whole = (_count(policy, trained=trained) for trained in (True, False))
+    sharded = ranks > 1 and holds_shards(config, trained, whole, "cuda" in (places[0].device or ""))
     found = {
-        "tasks": [_task(info) for info in infos],
-        "policy": _policy(config, policy, infos[0]),
-        "iteration": _iteration(run, infos),
-        "bytes": _bytes(run, policy, infos),
-        "placement": _placement(run),
+        "task": _task(info),
+        "policy": _policy(config, policy, info),
+        "data": data or {"named": "none (--data)"},
+        "steps": {
+            "steps": config.sft.steps,
+            "minibatch": batch,
+            "rows_of_a_rank": share,
+            "micro_batch": micro_batch,
+            "passes_of_a_step": math.ceil(share / micro_batch),
+        },
+        "bytes": rank_bytes(policy, ranks, sharded, config.optim.ema is not None),
+        "placement": {
+            "ranks": ranks,
+            "each_has": "a shard of the policy" if sharded else "the whole policy",
+            "on": ", ".join(dict.fromkeys(place.device or "cpu" for place in places[:ranks])),
+        },
     }
+    return _shown(found)
+
+
+def _shown(found: dict[str, Any]) -> dict[str, Any]:
     for title, lines in found.items():
         for line in lines if isinstance(lines, list) else [lines]:
             text = ", ".join(f"{name.replace('_', ' ')} {_said(title, value)}" for name, value in line.items())

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from embodied.config.files import load_config
+from embodied.reporting.metrics import read
+from embodied.run import checkpoint
 from tests.embodied.run.test_resume import STATES, assert_same_run
 from tests.embodied.support.episode_parts import config_of as grpo
+from tests.embodied.support.expert import record_reach
 from tests.embodied.support.killed_run import Killed, Moments, run
+from tests.embodied.training.test_imitation import STATES as IMITATION
 from tests.variants import often
 
 PPO = {**STATES, "iterations": 6, "checkpoint_every": 2}
@@ -97,3 +101,44 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert kills, "it was never killed"
     assert run(RUNS[name], tmp_path / "run") is not None
     assert_same_run(tmp_path / "run", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("save", "number"), often([(True, 0)], [(save, n) for save in (False, True) for n in range(4)])
+)
+def test_a_killed_training_from_demonstrations_goes_on_as_if_it_had_not_been(
+    save: bool, number: int, tmp_path: Path
+) -> None:
+    """With decay, a schedule and an average of the weights; killed and resumed twice."""
+    demos = record_reach(tmp_path / "demos", 6)
+    settings = {
+        **IMITATION,
+        "optim": {"ema": 0.9, "weight_decay": 0.1, "lr_schedule": "cosine", "lr_warmup": 3},
+        "sft": {
+            **IMITATION["sft"],
+            "data": [str(demos.folder)],
+            "steps": 60,
+            "checkpoint_every": 4,
+            "measure_every": 4,
+        },
+    }
+    moments = run(settings, tmp_path / "whole")
+    assert moments is not None
+    drawn, kills = random.Random(f"{save} {number}"), 0
+    for share, within in ((1.0, save), (0.5, not save)):
+        at = drawn.uniform(0.05, 0.7) * share
+        killed = Killed(event=1 + int(at * moments.events)) if within else Killed(cpu_s=at * moments.cpu_s)
+        kills += run(settings, tmp_path / "run", killed) is None
+    assert kills, "it was never killed"
+    assert run(settings, tmp_path / "run") is not None
+    assert contents(tmp_path / "run") == contents(tmp_path / "whole")
+
+
+def contents(run_dir: Path) -> dict[str, Any]:
+    """Tensors of the last checkpoint, average and optimiser among them, and the rows of metrics without times."""
+    folder = checkpoint.latest(run_dir / "checkpoints")
+    assert folder is not None
+    tensors = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    rows = [{name: value for name, value in row.items() if not name.endswith("wall_s")} for row in read(run_dir)]
+    return {**tensors, "rows": rows}

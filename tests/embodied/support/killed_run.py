@@ -17,8 +17,11 @@ import torch
 from embodied.config.files import parse_config
 from embodied.execution.session import open_session
 from embodied.run.folder import open_run_folder
+from embodied.training.imitator import STAGE
 from embodied.training.loop import train
-from embodied.workflows.run_spec import RunSpec
+from embodied.training.sft import imitate
+from embodied.workflows.run_spec import RunSpec, task_spec
+from sim_farm.workers.hosts import InProcess
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")
 """What of a save is counted, wherever a path says that it is of a checkpoint that is begun, replaced or removed."""
@@ -73,11 +76,13 @@ def _trained(settings: dict[str, Any], folder: Path, killed: Killed) -> None:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, killed.cpu_s)
     config = parse_config({**settings, "name": folder.name}, "test")
-    with (
-        open_run_folder(config, "test", folder.parent, True, "rl") as (run_dir, found),
-        open_session(config) as session,
-    ):
-        train(RunSpec.of(config), run_dir, session, found)
+    stage = STAGE if config.sft.data else "rl"
+    with open_run_folder(config, "test", folder.parent, True, stage) as (run_dir, found):
+        if stage == STAGE:
+            imitate(config, InProcess().describe(task_spec(config)), run_dir, found)
+        else:
+            with open_session(config) as session:
+                train(RunSpec.of(config), run_dir, session, found)
     signal.setitimer(signal.ITIMER_PROF, 0)
     moments = {"cpu_s": time.process_time() - begin, "events": seen}
     (folder.parent / f"{folder.name}.json").write_text(json.dumps(moments))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 import policies
+from embodied.cli import main
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset
 from embodied.errors import UserError
 from embodied.learning.parallel import ReplicatedPolicy
+from embodied.learning.sharding import rank_bytes
 from embodied.run import checkpoint
 from embodied.training.imitator import Imitator, Pass
 from embodied.training.sft import check_shares, read_demonstrations
@@ -194,6 +198,63 @@ def test_a_checkpoint_of_ranks_is_gone_on_with_by_any_number(sharding: str, demo
     saved = policies.load(tmp_path / "a" / "000004" / "average")
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter, straight.get(f"average of {name}", straight[name]))
+
+
+def held(own: Imitator, *_: Any) -> dict[str, int]:
+    """Bytes on this rank after a step."""
+    own.begin()
+    own.step()
+
+    def size(tensors: Iterable[Any]) -> int:
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return sum(t.numel() * t.element_size() for t in local)
+
+    states = list(own.optimizer.state.values())
+    return {
+        "weights": size(own.policy.parameters()),
+        "gradients": size(p.grad for p in own.policy.parameters() if p.grad is not None),
+        "moments": size(state[key] for state in states for key in checkpoint.MOMENTS),
+        "average": size(state[checkpoint.AVERAGE] for state in states),
+    }
+
+
+SHORT = {**VLA, "policy": {**VLA["policy"], "options": {**VLA["policy"]["options"], "dtype": "bfloat16"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharding"),
+    [(FLOW, "sharded"), (FLOW, "whole"), pytest.param(SHORT, "sharded", marks=pytest.mark.slow)],
+    ids=["flow, sharded", "flow, whole", "openvla in 16 bits, sharded"],
+)
+def test_each_rank_holds_what_the_dry_run_says(settings: dict[str, Any], sharding: str, demos: Dataset) -> None:
+    config = config_of({**settings, "optim": {"sharding": sharding, "ema": 0.9}}, demos, batch=4)
+    fresh = make(0, 1, Imitator, config).policy
+    critic = sum(p.numel() for p in fresh.value_head.parameters()) * 4  # it is not learned, nor has it a gradient
+    expected = rank_bytes(fresh, 2, sharding == "sharded", averaged=True)
+    for found in on_ranks(2, make, held, Imitator, config):
+        for name, size in found.items():
+            assert size == pytest.approx(expected[name], rel=0.05, abs=2 * critic), name
+
+
+def test_the_command_says_what_each_rank_will_hold(demos: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        json.dumps({**FLOW, "runtime": {}, "optim": {"ranks": 3, "sharding": "sharded"}})
+    )
+    options = [
+        "--data",
+        str(demos.folder),
+        "--dry-run",
+        "--runs-dir",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert main(["sft", str(tmp_path / "own.yaml"), *options]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["placement"]["ranks"] == 3 and found["placement"]["each_has"] == "a shard of the policy"
+    assert found["steps"]["rows_of_a_rank"] == 11 and found["data"]["episodes"] == 6
+    assert 2 * found["bytes"]["weights"] == found["bytes"]["moments"] > 0 == found["bytes"]["average"]
+    assert not (tmp_path / "own").exists()
 
 
 def test_ranks_without_a_row_are_refused(demos: Dataset) -> None:
