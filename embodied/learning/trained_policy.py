@@ -1,6 +1,6 @@
 """The policy that is trained, as one rank has it: with its optimiser, its connections to other ranks, its checkpoints.
 
-What is learned, and from which data, is a subclass's: `learner.Learner` learns from trajectories, and the imitator of
+What is learned (docs/decisions/0192-one-learner.md), and from which data, is a subclass's: `learner.Learner` learns from trajectories, and the imitator of
 `embodied.training` from demonstrations.
 """
 
