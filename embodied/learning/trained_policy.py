@@ -1,7 +1,7 @@
 """The policy that is trained, as one rank has it: with its optimiser, its connections to other ranks, its checkpoints.
 
-What is learned (docs/decisions/0192-one-learner.md), and from which data, is a subclass's: `learner.Learner` learns from trajectories, and the imitator of
-`embodied.training` from demonstrations.
+What is learned, and from which data, is a subclass's: `learner.Learner` learns from trajectories, and the imitator of
+`embodied.training` from demonstrations (docs/decisions/0192-one-learner.md).
 """
 
 from __future__ import annotations
