@@ -1,4 +1,4 @@
-"""The optimiser of a policy, and its steps. Every step of the project is taken here, on one rank or on several.
+"""The optimiser of a policy, and its steps. Every step that trains a policy is taken here, on any number of ranks.
 
     begin      forget the last gradient
     ...        backward passes, micro-batch by micro-batch
@@ -6,7 +6,7 @@
     take       Adam's step, or AdamW's; the average of the weights moves (`optim.ema`)
 
 The average is part of the optimiser's state of each parameter: checkpoints, shards and offload have it as they have
-Adam's moments.
+Adam's moments (docs/decisions/0193-average-of-the-weights.md).
 """
 
 from __future__ import annotations
