@@ -123,7 +123,7 @@ class Farm:
         check_lengths(len(specs), hosts, cores)
         for spec in specs:
             check_spec(spec)
-        for each in dict.fromkeys(hosts):
+        for each in {id(one): one for one in hosts}.values():
             each.prepare([task for one, its in zip(specs, hosts, strict=True) if its is each for task in one.processes])
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
         check_alike(infos)

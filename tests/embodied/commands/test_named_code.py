@@ -172,10 +172,16 @@ def test_nor_where_a_run_is_compared_with_another(
 
 
 def test_code_that_the_user_types_is_run(downloaded: Path, tmp_path: Path, ran: Any) -> None:
-    command = ["eval", str(downloaded), "--runs-dir", str(tmp_path), "--folder", str(tmp_path / "eval")]
-    for typed in (["--workflow", WORKFLOW], [f"--workflow={WORKFLOW}"]):
-        assert main([*command, "--eval.episodes", "2", "--resume", "auto", *typed]) == 0
+    short = ["--iterations", "1", "--eval.episodes", "2", "--eval.videos", "0", "--runs-dir", str(tmp_path)]
+    for name, typed in (("apart", ["--workflow", WORKFLOW]), ("joined", [f"--workflow={WORKFLOW}"])):
+        assert main(["train", str(downloaded / "config.yaml"), "--name", name, *short, *typed]) == 0
     assert ran()
+
+
+def test_an_evaluation_runs_no_workflow(downloaded: Path, tmp_path: Path, ran: Any) -> None:
+    command = ["eval", str(downloaded), "--runs-dir", str(tmp_path), "--folder", str(tmp_path / "eval")]
+    assert main([*command, "--eval.episodes", "2", "--workflow", WORKFLOW]) == 0
+    assert not ran()
 
 
 def test_other_code_than_the_runs_allows_nothing(downloaded: Path, ran: Any) -> None:

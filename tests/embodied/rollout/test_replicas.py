@@ -18,7 +18,7 @@ from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
-from embodied.execution.assignment import Assignment
+from embodied.execution.assignment import Assignment, configured
 from embodied.execution.iteration import OnPolicy, start_run
 from embodied.execution.roles import PolicyRole
 from embodied.execution.session import Session
@@ -166,10 +166,11 @@ def test_replicas_with_weights_of_different_versions_are_refused(ray: Session, t
 
 
 def test_in_one_process_there_is_one(here: Session, reference: Any, tmp_path: Path) -> None:
-    plan, settings = shared(4), of(GROUPS, runtime={**GROUPS["runtime"], "mode": "inline"})
-    found = runs.run(settings, here, replace(inline(plan), components=plan.components), tmp_path / "here")
+    settings = of(GROUPS, policy={**GROUPS["policy"], "replicas": 4}, runtime={**GROUPS["runtime"], "mode": "inline"})
+    assignment = configured(RunSpec.of(parse_config(settings, "test")), here.cores)
+    found = runs.run(settings, here, assignment, tmp_path / "here")
     assert found.iterations[0].summary.clock.replicas == 1
-    assert_equal(found, reference(of(GROUPS), plan))
+    assert_equal(found, reference(of(GROUPS), shared(4)))
 
 
 # --- load is shared

@@ -15,7 +15,7 @@ from embodied.config.files import CONFIGS, load_config, shipped_configs
 from embodied.training.dry_run import dry_run
 from embodied.training.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
-from policies.kinds import WITHOUT_WEIGHTS
+from policies.registry import policy_kind
 from tests.sim_farm.libero_stock import settings_naming
 from tests.variants import often
 
@@ -145,7 +145,7 @@ def weights_are_here(name: str) -> bool:
     return named is None or Path(named).is_dir()
 
 
-UNTRAINED = [name for name in shipped_configs() if load_config(name).policy.kind in WITHOUT_WEIGHTS]
+UNTRAINED = [name for name in shipped_configs() if not policy_kind(load_config(name).policy.kind).trainable]
 COMPLETE = [name for name in shipped_configs() if weights_are_here(name) and name not in UNTRAINED]
 
 
