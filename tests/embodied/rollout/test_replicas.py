@@ -170,7 +170,7 @@ def test_in_one_process_there_is_one(here: Session, reference: Any, tmp_path: Pa
     assignment = configured(RunSpec.of(parse_config(settings, "test")), here.cores)
     found = runs.run(settings, here, assignment, tmp_path / "here")
     assert found.iterations[0].summary.clock.replicas == 1
-    assert_equal(found, reference(of(GROUPS), shared(4)))
+    assert_equal(found, reference(of(GROUPS), assignment))
 
 
 # --- load is shared
