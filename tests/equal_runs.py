@@ -51,7 +51,11 @@ DEMOS = f"record tabletop_scripted --episodes 6 {INLINE} --out"
 
 def command(words: str, folder: Path, python: str) -> None:
     """Run `embodied WORDS` of this checkout in the folder. Raises `RuntimeError` with its output where it fails."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "extensions")]),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
     run = [python, str(ROOT / "embodied_command.py"), *words.split()]
     code = f"import sys; sys.argv = {run[1:]!r}; from embodied_command import main; sys.exit(main())"
     ended = subprocess.run([python, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)

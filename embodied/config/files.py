@@ -34,7 +34,6 @@ REMOVED: dict[str, Any] = {
     "loss.entropy_target": None,
     "loss.reference_kl_target": None,
     "loss.weight": "decision",
-    "optim.anneal": False,
     "optim.lr_kl": None,
     "optim.non_finite_limit": 3,
     "optim.threads": 0,
@@ -110,10 +109,12 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def saved_config(path: Path) -> Config:
-    """The configuration that `save_config` wrote to the file, without the former settings of `former_settings`.
+    """The configuration that `save_config` wrote to the file, without the former settings of `former_settings`, and
+    with those that have another key now under that.
 
     Raises `UserError`."""
     data = _mapping(path)
+    _rename_former(data)
     for key in _former(data, path):
         *sections, last = key.split(".")
         _section(data, sections).pop(last)
@@ -141,6 +142,17 @@ def _former(data: Mapping[str, Any], path: Path) -> list[str]:
             )
         found.append(key)
     return found
+
+
+def _rename_former(data: Mapping[str, Any]) -> None:
+    """Give settings of earlier versions their present keys: `env.tokenizer` is an option of the simulator, and
+    `optim.anneal` a course of the learning rates."""
+    env, optim = _section(data, ["env"]), _section(data, ["optim"])
+    tokenizer = env.pop("tokenizer", None)
+    if tokenizer is not None:
+        env["options"] = {**_section(env, ["options"]), "tokenizer": tokenizer}
+    if optim.pop("anneal", False):
+        optim["lr_schedule"] = "linear"
 
 
 def _section(data: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -442,9 +442,9 @@ class OptimConfig(Section):
     """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
     learned already."""
     lr_warmup: Annotated[int, Field(ge=0)] = 0
-    """First iterations (for demonstrations: steps) over which the learning rates rise linearly, the policy's after
-    `critic_warmup`. Adam's first
-    steps are as long as the rate whatever the gradient, and can undo what a policy has learned."""
+    """First iterations (for demonstrations: optimiser steps) over which the learning rates rise linearly. The policy's
+    rises after `critic_warmup`. Adam's first steps are as long as the rate, whatever the gradient, and can undo what a
+    policy has learned."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Course of the learning rates over the run: `constant`, or falling to zero along a line (`linear`) or along half a
     cosine (`cosine`). None: `constant` in reinforcement, `linear` for demonstrations."""
@@ -529,7 +529,7 @@ class SFTConfig(Section):
     batch: Annotated[int, Field(ge=1)] = 64
     """Rows whose action chunks are learned at once; optim.micro_batch divides it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Learning rate of the first step; it falls linearly to zero."""
+    """Learning rate, which falls linearly to zero unless `optim.lr_schedule` names another course."""
     augment: Literal["openpi", "oft", "lerobot"] | None = None
     """Random changes of the pictures that are learned from, as these projects publish them: `openpi`: crop and rotation
     (not of cameras at a wrist), brightness, contrast, saturation; `oft`: crop, brightness, contrast, saturation, hue,

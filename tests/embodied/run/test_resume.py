@@ -331,6 +331,15 @@ def test_a_run_of_an_earlier_version_goes_on_without_its_former_settings(begun: 
     assert "farm.pin is False, and there is no such setting any more (its default, True" in output
 
 
+def test_former_settings_that_have_another_key_are_read_under_that(begun: Path) -> None:
+    path = begun / "config.yaml"
+    now = yaml.safe_load(path.read_text())
+    env, optim = {**now["env"], "tokenizer": "assets/countdown_lm"}, {**now["optim"], "anneal": True}
+    path.write_text(yaml.safe_dump({**now, "env": env, "optim": optim}))
+    found = saved_config(path)
+    assert found.env.options == {"tokenizer": "assets/countdown_lm"} and found.optim.lr_schedule == "linear"
+
+
 def test_what_is_typed_is_known_by_its_words() -> None:
     words = [
         "train",
