@@ -29,6 +29,7 @@ from policies.small.encoders import Normalizer
 from tests.embodied.support.expert import record_reach
 from tests.embodied.support.ranks_in_processes import on_ranks
 from tests.embodied.training.test_imitation import PIXELS, STATES, config_of, info_of
+from tests.embodied.training.test_pi0_end_to_end import CHECKPOINT
 from tests.variants import often
 
 FLOW: dict[str, Any] = {**STATES, "policy": {"kind": "flow", "chunk": 4, "options": {"widths": [32]}}}
@@ -45,9 +46,9 @@ PI0: dict[str, Any] = {
     **VLA,
     "policy": {
         "kind": "pi0",
-        "chunk": 2,
+        "chunk": 4,
         "reads": ["images", "instruction"],
-        "options": {"asset": "demonstrations", "steps": 2},
+        "options": {"checkpoint": str(CHECKPOINT), "asset": "demonstrations", "steps": 3, "train": "all"},
     },
 }
 
@@ -161,7 +162,12 @@ def test_large_policies_learn_on_ranks_what_one_learns(settings: dict[str, Any],
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
         assert found["measured"] == pytest.approx(expected["measured"], rel=1e-3)
         assert found["more"] == pytest.approx(expected["more"], rel=1e-3), "it learns on after it was measured"
-        assert_near(found["parameters"], expected["parameters"], 1e-5)
+        # A key's bias has no gradient but rounding, since it adds the same to every logit; Adam's steps do not say so.
+        mine, its = (
+            {name: p for name, p in each["parameters"].items() if not name.endswith("k_proj.bias")}
+            for each in (found, expected)
+        )
+        assert_near(mine, its, 1e-5)
 
 
 def saved_and_loaded(own: Imitator, kind: Any, config: Config, root: Path, begin: Path | None) -> dict[str, Tensor]:
