@@ -30,7 +30,7 @@ class Affinity:
     device: str | None = None
     """Device of the policy's tensors, in a worker that has a policy; None: `policy.device` decides."""
     node: str = ""
-    """Id of the cluster's node of the worker's process; '' is the one where the command was typed."""
+    """Id of the cluster node that runs the worker's process; '' is the node where the command was typed."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -80,7 +80,7 @@ class Draws:
     """A row's noise, and what it decides."""
 
     x: Tensor
-    """[B, D]: x^(0)."""
+    """[B, D] starting point x^(0) of the denoising."""
     z: Tensor
     """[B, 1 or N, D]: of the drawn steps."""
     step: Tensor
@@ -141,7 +141,8 @@ class Denoising(nn.Module):
 
     @property
     def noise_dim(self) -> int:
-        """x^(0) [D], what the drawn steps take [1 or N, D], and where one step is scored a number that picks it."""
+        """Length of a row's noise: D numbers for x^(0), D for each drawn step (one, or all N), and one more that picks
+        the step if only one is scored."""
         return self.size * (1 + (1 if self.scored == "one" else self.steps)) + self.picks
 
     def draws(self, noise: Tensor | None, rows: int) -> Draws:

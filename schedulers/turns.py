@@ -35,7 +35,8 @@ class Turns:
         return float(np.mean(self.quantiles))
 
     def passes(self, items: np.ndarray) -> np.ndarray:
-        """P(x): expected turns of a call of x items, for each of many x > 0. Never falls as x grows."""
+        """P(x): the expected number of turns of a call with x items, for an array of x > 0. P never falls as x
+        grows."""
         known = np.arange(len(self._played))
         beyond = np.maximum(np.asarray(items, dtype=float) - known[-1], 0.0) * self.mean / self.slots
         return np.interp(items, known, self._played) + beyond

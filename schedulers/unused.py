@@ -26,7 +26,7 @@ class Unused:
 
     pool: Pool
     phases: tuple[int, ...]
-    """Numbers of these phases, from 0; empty: nothing of the plan is on this pool."""
+    """Numbers (from 0) of the phases in which the devices are unused; empty if the plan uses nothing of this pool."""
     devices: tuple[DeviceRange, ...]
     total: int
     """Size of the pool."""

@@ -256,8 +256,9 @@ class AimedRenderer(Renderer, Protocol):
     """Renderer that can move its cameras (`Backend.axes`)."""
 
     def aim(self, changes: Sequence[CameraChange], draw: np.random.Generator) -> None:
-        """From now on draw with the cameras moved so, each change from where the task has its camera; with none, as the
-        task has them. What is drawn comes from `draw` alone. Raises `FarmError` for a camera that is not there."""
+        """From now on, draw with the cameras moved by `changes`, each relative to the task's own camera; without
+        changes, draw with the task's cameras. All random numbers come from `draw`. Raises `FarmError` for an unknown
+        camera."""
         ...
 
 

@@ -76,7 +76,7 @@ class TaskFile:
     states: str
     """Path of the initial states in the package. An episode's `init_state` is a row of them; of one row alone, that."""
     sha256: str
-    """Of both files, one after the other."""
+    """SHA-256 of the two files, concatenated."""
     kind: Literal["task_file"] = "task_file"
 
 

@@ -16,7 +16,8 @@ from sim_farm import corruptions
 from sim_farm.contract import UInt8
 
 Picture = Callable[[UInt8, Sequence[float], np.random.Generator], UInt8]
-"""`(frame, values, draw) -> frame`: uint8 [H, W, 3] each, the first one contiguous and the function's to change."""
+"""A function `(frame, values, draw) -> frame`; frames are uint8 [H, W, 3]. The input frame is contiguous, and the
+function may change it."""
 
 
 def gaussian_noise(frame: UInt8, values: Sequence[float], draw: np.random.Generator) -> UInt8:

@@ -174,9 +174,10 @@ def contrast(new: Evaluation, samples: Samples, settings: LossConfig, places: Un
 
         softplus(1/2 y (E+ - E-)) + DRIFT_WEIGHT * mean (v - v_old)^2
 
-    E+ and E- are squared distances, in the drawn step's variance, of what was drawn from the means of two velocities,
-    v_old + d and v_old - d, with d = v - v_old no longer than `MAX_DRIFT`. The mean is linear in the velocity, hence
-    E+ - E- = -4 sum(pull) (`Contrast`). No ratio and no value enters.
+    E+ and E- are the squared distances of the drawn sample from the means that two velocities give, v_old + d and
+    v_old - d, in units of the step's variance. Here d is v - v_old, shortened to `MAX_DRIFT` if it is longer. The mean
+    is linear in the velocity, so E+ - E- = -4 sum(pull) (`Contrast`). The loss uses neither a probability ratio nor a
+    value.
     """
     assert new.contrast is not None, "the policy draws no denoising step to compare its velocity with"
     drift, pull = new.contrast.drift, new.contrast.pull

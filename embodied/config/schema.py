@@ -664,7 +664,7 @@ class PlanConfig(Section):
     mode: Literal["configured", "auto", "collocated", "disaggregated", "hybrid"] = "configured"
     """`configured`: `farm` and `optim` decide. Other values: the best plan of that mode, or of all modes (`auto`)."""
     file: Path | None = None
-    """A plan.json, perhaps edited, that is run instead."""
+    """A plan.json, edited or not, to run instead of a plan chosen by `mode`."""
     profile: Path | None = None
     """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
     ahead: bool = False
@@ -749,7 +749,7 @@ KEYS = ("workflow", "reward.function", "policy.kind", "env.task", "extra_tasks",
 
 
 def simulators_of(tasks: str) -> list[str]:
-    """The simulators in a text of tasks, suites or simulators with commas between."""
+    """The simulators named in a comma-separated list of tasks, suites or simulators."""
     return [name.strip().partition("/")[0] for name in tasks.split(",")]
 
 

@@ -226,7 +226,7 @@ def _remark(found: Dimension) -> str:
 
 
 def oddities(source: Source, own: Numbers) -> Iterator[Finding]:
-    """Warnings about the data by itself."""
+    """Warnings about the dataset alone, without comparing it with the environment."""
     dataset = source.dataset
     for name, values in ((layout.ACTION, own.action), (layout.PROPRIO, own.proprio)):
         labels = names_of(dataset, name, values.shape[1])

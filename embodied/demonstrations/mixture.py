@@ -87,7 +87,7 @@ class Source:
         return tuple(sorted(self.train + self.held_out))
 
     def rows(self, episodes: Sequence[int], stride: int = 1) -> Index:
-        """Rows of the dataset that belong to the episodes: of each the first, and every `stride`-th after it."""
+        """Rows of the dataset for the episodes: the first row of each episode, and every `stride`-th row after it."""
         found = [self.dataset.episodes[i] for i in episodes]
         return np.concatenate([np.empty(0, np.int64), *(np.arange(e.begin, e.end, stride) for e in found)])
 
@@ -144,7 +144,7 @@ class Demonstrations:
                 yield places
 
     def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
-        """The rows `rows`, a batch for each dataset that has some of them, and their places in `rows`."""
+        """Yield one batch per dataset that contains any of `rows`, with the positions of the batch's rows in `rows`."""
         for places in self.by_dataset(rows):
             number = int(np.searchsorted(self.begins, rows[places[0]], "right")) - 1
             batch = self.datasets[number].batch(rows[places] - self.begins[number], chunk, cameras)

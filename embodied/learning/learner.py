@@ -71,7 +71,7 @@ class ReceivedPart:
     groups: int
     """Number of informative episode groups: those of which a decision carries a gradient."""
     learn_s: float
-    """Seconds spent on the part."""
+    """Seconds that the learner spent on this part of the batch."""
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def copy_without_memory(policy: Policy) -> Policy:
 
 
 def state_like(parameter: Tensor, step: float, keys: Sequence[str]) -> dict[str, Tensor]:
-    """Zeros in the shapes of an optimiser's state of the parameter after so many steps."""
+    """An optimiser's state for the parameter after `step` steps, with zeros in place of its values."""
     precise = torch.promote_types(parameter.dtype, torch.float32)
     return {
         "step": torch.tensor(step, device=parameter.device),

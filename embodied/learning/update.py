@@ -82,7 +82,7 @@ class LossSums:
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> LossSums:
-        """Sums by name, with counts as whole numbers."""
+        """Build the sums from numbers by name; counts become integers."""
         found = cls()
         for key, number in numbers.items():
             setattr(found, key, type(getattr(found, key))(number))

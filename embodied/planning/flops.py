@@ -64,7 +64,7 @@ def weight_count(module: nn.Module) -> int:
 
 
 def nbytes(module: nn.Module) -> int:
-    """Bytes of the parameters, each once, however many names it has."""
+    """Bytes of the parameters; a parameter with several names counts once."""
     return sum({p.data_ptr(): p.numel() * p.element_size() for p in module.parameters()}.values())
 
 
@@ -132,7 +132,8 @@ class Costs:
         return Work(2 * weight_count(self.policy.value_head), 0.0, nbytes(self.policy.value_head))
 
     def decision(self, rows: int, dense: bool = False) -> list[Work]:
-        """The passes of one batch's decision, each of which the next has to wait for; `dense` as in `update`."""
+        """Work of each forward pass in one batch's decision; the passes run one after the other. `dense` is as in
+        `update`."""
         before = self.vision() + self.projector() + self.critic()
         if self.oft is not None:
             columns = self.columns
@@ -249,7 +250,7 @@ class FlowCosts:
         return own + Work(2 * self.prefix_tokens * weight_count(layers), pairs, nbytes(layers))
 
     def suffix(self) -> Work:
-        """One row's, at one time."""
+        """Work of the action expert for one row at one denoising step."""
         network, tokens = self.network, self.suffix_tokens
         pairs = 4 * self.attention_width * tokens * (self.prefix_tokens + tokens) * self.depth
         cache = 2 * self.prefix_tokens * self.key_width * self.depth * self.element
@@ -286,7 +287,7 @@ class FlowCosts:
         return Work(2 * weight_count(self.policy.value_head), 0.0, nbytes(self.policy.value_head))
 
     def decision(self, rows: int) -> list[Work]:
-        """The passes of one batch's decision, each of which the next has to wait for."""
+        """Work of each forward pass in one batch's decision; the passes run one after the other."""
         before = self.prefix() + self.critic()
         extra = [self._critics_suffix()] if self.policy.reads_suffix else []
         steps = [self.suffix()] * self.policy.denoising.steps

@@ -65,7 +65,7 @@ class EvaluationResult(Figures):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A training run that has ended, with the evaluation of the policy that it ends with."""
+    """A finished training run, with the evaluation of its final policy."""
 
     run: Path
     """Folder of the run."""

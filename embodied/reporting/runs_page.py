@@ -35,7 +35,7 @@ RECENT = 100
 INTERVAL = "Student's t over seeds, but for success never narrower than Wilson's of all their episodes together"
 """The 95% interval of a mean over seeds, in words: `embodied.statistics.seeds_interval`."""
 NAMED = 4
-"""Names of equal curves that are given, before the others are counted."""
+"""Number of equal curves that are listed by name; the rest are only counted."""
 OF_A_RUN = ("seed", "name")
 """Settings in which the runs of one curve may differ."""
 

@@ -39,8 +39,8 @@ class Tracker(Protocol):
     """One library. Whatever it raises ends it, and not the run."""
 
     def begin(self, settings: Mapping[str, Any], run_dir: Path, known: str | None) -> str | None:
-        """Begin the tracked run, or go on with the one that is `known`. Returns what it is known by; None if by its
-        place in the run's folder."""
+        """Start the tracked run, or continue the run with the id `known`. Returns the run's id; None if its place in
+        the run's folder identifies it."""
 
     def log(self, row: Mapping[str, float], env_steps: int) -> None:
         """Add finite numbers by name."""
@@ -290,7 +290,7 @@ class Tracking:
         """Env steps up to which a tracker has the rows of a record already, by tracker and record."""
 
     def begin(self, config: Config) -> None:
-        """Begin the tracked runs, or go on with those that the run's folder knows."""
+        """Start the tracked runs, or continue those recorded in the run's folder."""
         settings = config.model_dump(mode="json")
         with suppress(OSError, ValueError):
             self._known = {name: str(known) for name, known in read_json(self._run_dir / FILE).items()}

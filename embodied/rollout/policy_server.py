@@ -46,7 +46,7 @@ from policies.remote.policy import EXTENSION, NOISE
 from policies.resampling import fit_square
 
 REMEMBERED = 100_000
-"""Latest requests whose latencies count."""
+"""Number of latest requests from which the latencies are computed."""
 _log = logging.getLogger(__name__)
 
 

@@ -101,7 +101,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class RolloutSummary:
-    """One rollout, or a part of one."""
+    """Counts and times of one rollout, or of a part of one."""
 
     env_steps: int
     version: int

@@ -74,7 +74,7 @@ class Change:
 
     @property
     def typed(self) -> str:
-        """The present value as it is typed on the command line."""
+        """The option with its present value, as typed on the command line."""
         section, dot, last = self.key.replace("_", "-").rpartition(".")
         if isinstance(self.now, bool) and self.key in all_settings() and all_settings()[self.key].annotation is bool:
             return f"--{section}{dot}{'' if self.now else 'no-'}{last}"
@@ -299,7 +299,7 @@ def command(run_dir: Path, runs_dir: Path, source: str | None, config: Config, s
 
 
 def say(text: str) -> None:
-    """Print a line, however wide the terminal is: commands in it are copied from there."""
+    """Print a line without wrapping it at the terminal's width, so that commands in it can be copied."""
     get_console().print(text, markup=False, highlight=False, soft_wrap=True, style="yellow")
 
 

@@ -142,8 +142,8 @@ class Runtime(Protocol):
         ...
 
     def too_large(self) -> Exception | None:
-        """The error of a worker outside the farm whose process uses more memory than its limit; None if there is none.
-        The process ends with `end_workers`. Processes on other machines are not checked."""
+        """The error of a worker outside the farm whose process exceeds its memory limit, or None. `end_workers` ends
+        that process. Processes on other machines are not checked."""
         ...
 
     def end_workers(self) -> None:

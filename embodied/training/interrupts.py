@@ -42,7 +42,7 @@ def deferrable_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[C
 
 @contextmanager
 def deferred_interrupts(wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """`deferrable_interrupts` that are deferred from the beginning of the block."""
+    """Defer interrupts for the whole block, as `deferrable_interrupts` does once its `defer` is called."""
     with deferrable_interrupts(wait) as defer:
         defer()
         yield

@@ -255,12 +255,12 @@ class Room:
 
 
 def free_room(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch.device]) -> Room | None:
-    """A core that no worker of the run is pinned to and no thread needs, and, if policies compute on GPUs, a GPU that
-    no worker uses; None if the run leaves none.
+    """Return a core that no worker is pinned to and no thread needs and, if policies compute on GPUs, a GPU that no
+    worker uses. Return None if the run leaves none.
 
-    Workers that are not pinned may run on any core: a run whose simulators are not pinned leaves none, and a
-    component on the CPU without cores of its own needs as many as it has threads. A GPU on which frames are drawn is
-    taken, and without a name it is the first.
+    Unpinned workers may run on any core. A run with unpinned simulators therefore leaves no free core, and a component
+    on the CPU without cores of its own needs one core per thread. A GPU that draws frames is in use; a farm without
+    named GPUs draws on the first.
     """
     physics = [
         core for farm in assignment.farms for core, node in zip(farm.physics, farm.physics_nodes, strict=True)

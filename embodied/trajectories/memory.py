@@ -217,7 +217,7 @@ class TrajectoryMemory:
         return Inputs(**found, frames=pictures, instruction=self._texts(rows))
 
     def trace(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
-        """The trace by which the decisions at flat rows [n] are evaluated again, on the device."""
+        """The trace needed to re-evaluate the decisions at flat rows [n], on `device`."""
         names = [name for name in self._tensors if name.startswith(TRACE)]
         return {name.removeprefix(TRACE): self._tensors[name][rows].to(device) for name in names}
 

@@ -92,8 +92,8 @@ def attach_saved(model: OpenVLAModel, folder: Path, *, any_base: bool = False) -
 
 
 def check_other_files(shards: Shards, adapters: Iterable[str | Path | None]) -> None:
-    """Raise `PolicyError` for files of weights beside the model's that no option reads: an adapter not in use, or an
-    unknown file."""
+    """Raise `PolicyError` for weight files in the model's folder that no option uses: an adapter that is not loaded,
+    or an unknown file."""
     folder = shards.folder.resolve()
     known = names_of(folder)
     if (folder / ADAPTER).exists():

@@ -19,7 +19,7 @@ from policies.files import CONFIG, SHOWN_ERROR, read_json, shown, write_json
 
 STATISTICS = "dataset_statistics.json"
 DEMONSTRATIONS = "demonstrations"
-"""A dataset of any checkpoint: the demonstrations that the policy itself learns from."""
+"""Name of a dataset that every checkpoint accepts: the demonstrations that the policy itself learns from."""
 PERCENTILES = (0.01, 0.99)
 BOUNDS = {"percentiles": ("q01", "q99"), "extremes": ("min", "max")}
 """Entries that became -1 and 1. Which ones is a property of the training, of which the checkpoint says nothing:

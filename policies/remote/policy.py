@@ -30,7 +30,7 @@ EXTENSION = "embodied"
 NOISE = "embodied/noise"
 """Key of the noise float32 [Z] or [B, Z] of a decision; None: its mode. Without the key the server decides which."""
 CONVENTIONS = ("orientation", "gripper", "control_mode")
-"""Settings of the environment that a server of this project names."""
+"""Environment settings that a server of this project states in its metadata."""
 RESIZED = 224
 """Side in pixels of the pictures that openpi's clients send."""
 

@@ -61,7 +61,7 @@ class Approach:
     direction: XYZ = (0.0, 0.0, 1.0)
     """Unit vector in the world's frame from the point to the waypoint."""
     clearance: float = 0.10
-    """m."""
+    """Distance in m from the waypoint to the point."""
     narrow: float = 0.01
     """m beside the line within which the hand goes all the way to the point."""
     wide: float = 0.04

@@ -33,7 +33,7 @@ MAX_GEOMS = 1000
 
 
 def scene_of(data: mujoco.MjData) -> UInt8:
-    """The scene as `data` is now: uint8 [scene_bytes(model)], the float64 numbers of `POSES` one after the other."""
+    """The current scene of `data` as bytes, uint8 [scene_bytes(model)]: the float64 fields in `POSES`, concatenated."""
     return np.concatenate([getattr(data, name).ravel() for name in POSES]).view(np.uint8)
 
 

@@ -46,7 +46,7 @@ class FrameMemory:
 
     @classmethod
     def create(cls, rows: int, cameras: int, size: int, shared: bool) -> FrameMemory:
-        """A new memory, in shared memory or in the process's own. Raises `FarmError` if it does not fit."""
+        """Create a frame memory, either shared or private to this process. Raises `FarmError` if it does not fit."""
         what = f"the frame memory, {rows:,} rows of {cameras} x {size} x {size} pixels,"
         return cls(rows, cameras, size, Block.create(_fields(rows, cameras, size), shared, what))
 

@@ -260,7 +260,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 until it has begun."""
+        """Id of the worker's process; 0 until the process has started."""
         return int(self._pid[0])
 
     def forget(self) -> None:

@@ -27,7 +27,7 @@ from sim_farm.workers.supervision import Event, Replaced, State, Supervision
 from sim_farm.workers.worker import WorkerSetup
 
 NODE_CHECK_S = 1.0
-"""Interval of checks that the nodes of far workers are still there; a check takes a millisecond or two."""
+"""Seconds between checks that the nodes of far workers still exist; a check takes one or two milliseconds."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -62,11 +62,13 @@ class _FarActor:
 
 
 class FarHost:
-    """A host of one farm's task whose physics worker i is on `nodes[i]`; None, and all others, are on this machine, in
-    processes of `here`. A far worker needs render workers here if there are cameras.
+    """A host that runs the workers of one farm's task on several machines.
 
-    One that died, or does not answer, is replaced on its node, by the rule of `supervision.Supervision`. A node that is
-    lost raises `WorkerFailed`.
+    Physics worker i runs on node `nodes[i]`. If that is None, it runs on this machine, in a process of `here`, as all
+    render workers do. If there are cameras, a far physics worker needs render workers on this machine.
+
+    A worker that dies or does not answer is replaced on its node, as `supervision.Supervision` decides. A lost node
+    raises `WorkerFailed`.
     """
 
     shared = True
@@ -74,7 +76,7 @@ class FarHost:
     def __init__(
         self, cluster: RayCluster, nodes: Sequence[NodeInfo | None], here: Processes, idle: dict[str, list[Any]]
     ) -> None:
-        """`idle` has the processes of earlier farms by the ids of their nodes, and receives those of this one."""
+        """`idle` holds the processes of earlier farms by node id, and receives the processes of this farm."""
         self.cluster, self._nodes, self._here, self._idle = cluster, nodes, here, idle
         self._workers: list[_FarWorker] = []
         self._checked_s = time.monotonic()

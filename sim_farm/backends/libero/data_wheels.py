@@ -21,7 +21,7 @@ from sim_farm.contract import FarmError
 from sim_farm.perturbations import TaskFile
 
 FOLDER_VARIABLE = "EMBODIED_LIBERO_SUITES"
-"""Folder of the wheels; without it, `wheels` in the project's cache folder."""
+"""Environment variable with the folder of the wheels; if unset, `wheels` in the project's cache folder is used."""
 
 
 @dataclass(frozen=True)

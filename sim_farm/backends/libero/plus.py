@@ -300,7 +300,8 @@ def _postures(task: LiberoTask) -> Mapping[int, tuple[float, ...]]:
 
 @functools.cache
 def _all_postures(robot: str) -> Mapping[int, tuple[float, ...]]:
-    """The start postures by number: seven joints in rad. They stand in properties of classes `...Panda<N>`."""
+    """The robot's start postures by number, seven joint angles in rad, read from the source of the classes
+    `...Panda<N>`."""
     postures: dict[int, tuple[float, ...]] = {}
     for robot_class in ast.parse((_folder() / "envs" / "robots" / f"{robot}.py").read_text()).body:
         number = re.search(r"\d+$", robot_class.name) if isinstance(robot_class, ast.ClassDef) else None

@@ -56,12 +56,13 @@ class LiberoTask:
 
 
 def task_names() -> list[str]:
-    """LIBERO's own 130, then those of suites that modules have registered in this process, as `<suite>/<index>`."""
+    """LIBERO's own 130 tasks, then the tasks of suites that modules registered in this process, as
+    `<suite>/<index>`."""
     return [f"{suite}/{index}" for suite in (*SUITES, *_own_suites()) for index in range(len(_suite(suite)))]
 
 
 def _own_suites() -> dict[str, Any]:
-    """Suite name to class, of the benchmarks that others than LIBERO have registered with it (`register_benchmark`)."""
+    """Classes by suite name, for the benchmarks that other modules registered with LIBERO (`register_benchmark`)."""
     prepare()
     known = importlib.import_module("libero.libero.benchmark").get_benchmark_dict()
     return {suite: cls for suite, cls in known.items() if cls.__module__.partition(".")[0] != "libero"}

@@ -118,7 +118,7 @@ class TabletopPhysics:
         return (0.0 if self.info.spec.reward == "sparse" else self._progress - before), False
 
     def _failed(self) -> bool:
-        """True if another mark than the goal is reached."""
+        """True if the robot has reached a mark other than the goal."""
         if len(self._marks) == 1:
             return False
         q = self._qpos.tolist()
