@@ -43,9 +43,9 @@ _check_siblings()
 
 @one_kind_of_mistake()
 def load_config(reference: str, code: Collection[str] = ()) -> Config:
-    """The configuration of that name in `configs/`, or in the YAML file of that path.
+    """Load the configuration of that name from `configs/`, or from the YAML file of that path.
 
-    `code`: what it may name as `package.module:NAME` where it is that of a run's folder, which may come from elsewhere.
+    `code`: what a configuration in a run's folder may name as `package.module:NAME`; the folder may come from others.
     """
     from embodied.config import files
 
@@ -65,7 +65,7 @@ def train(
 
     `config` is a configuration, or the name of one; `settings` are other values of its settings by their keys
     (`{"optim.policy_lr": 1e-4}`). `callbacks` see each iteration's metrics, and may log, save and stop. With `resume`
-    the run of this name goes on from its newest checkpoint. If `config` is a name, the run takes `settings` and
+    the run of this name continues from its newest checkpoint. If `config` is a name, the run takes `settings` and
     keeps its own values for all others; a `Config` is complete and replaces them all. Differences are printed and
     recorded; another seed, task or policy raises `UserError`.
     """
@@ -91,7 +91,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate the checkpoint that a run ends with (or another) as `embodied eval` does.
 
-    `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); the run's own otherwise.
+    `settings` are keys of `eval` (`protocol="openpi"`, `tasks=("libero/libero_goal",)`); others keep the run's values.
     `code`: what the run's configuration may name as `package.module:NAME`.
     """
     from embodied.commands.evaluate import evaluate_run

@@ -135,7 +135,7 @@ def _shown(args: Any) -> AbstractContextManager[None]:
 
 
 def arguments_of(verb: str) -> Any:
-    """The type of the verb's arguments. Raises `UserError` where a package that they need is not there."""
+    """The type of the verb's arguments. Raises `UserError` if a package that they need is missing."""
     if verb not in VERBS:
         return sys.modules[function_of(verb).__module__].Arguments
     if verb in OWN:
@@ -144,7 +144,7 @@ def arguments_of(verb: str) -> Any:
 
 
 def function_of(verb: str) -> Callable[[Any], Any]:
-    """What the verb runs with its arguments. Raises as `arguments_of` does."""
+    """The function that the verb calls with its arguments. Raises as `arguments_of` does."""
     if verb in VERBS:
         return _module(verb).run
     from sim_farm.named_code import entry_point
@@ -153,7 +153,7 @@ def function_of(verb: str) -> Callable[[Any], Any]:
 
 
 def first_of(kind: Any) -> str:
-    """What a verb must be given first, by its arguments: the first field without a default, else nothing."""
+    """Name of the verb's required first argument: the first field without a default, else nothing."""
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     required = fields and (fields[0].default, fields[0].default_factory) == (dataclasses.MISSING,) * 2
     return fields[0].name.upper() if required else ""
@@ -357,7 +357,7 @@ def _help() -> str:
 
 
 def _about(module: str) -> str:
-    """What the verb of the module does. The module is read, not imported: importing all of them takes seconds."""
+    """Description of the module's verb, read from its source: importing all modules would take seconds."""
     try:
         spec = find_spec(module)
     except Exception:  # whatever a package of others raises where it begins: the verb's own message says it

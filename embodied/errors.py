@@ -38,7 +38,7 @@ def unreadable(path: Path, wrong: object) -> CheckpointError:
 
 
 class PeerFailed(UserError):
-    """A worker could not go on since another one of its group failed: that one's error, if it has one, says more."""
+    """A worker could not continue because another worker of its group failed. That worker's error, if any, says more."""
 
 
 def shown(value: object, longest: int = 100) -> str:

@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole: written aside and renamed; records of lines, of which it costs at most the last."""
+"""Files that a crash leaves whole: written aside and renamed. Records of lines: a crash costs at most the last line."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def new_folder(root: Path, stem: str, otherwise: str) -> Path:
-    """Make a folder below `root`, named by the stem and the time; of processes that do so in one second each has its
-    own. Raises `UserError`, which ends with `otherwise`, where none can be made."""
+    """Make a folder below `root`, named by the stem and the time; processes that do so in the same second get different
+    folders. Raises `UserError`, which ends with `otherwise`, if none can be made."""
     name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in count(1):
         folder = root / (name if number == 1 else f"{name}-{number}")
@@ -121,10 +121,10 @@ class Lines:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The whole lines of a record.
+    """The complete lines of a record.
 
-    A last one without its end is not a line. Nor are zeros: what some file systems leave of a write that a crash cut
-    off, at the end or, where the record went on, before a line.
+    A last line without its end is left out. So are zeros, which some file systems leave after a write that a crash cut
+    off: at the end, or before a later line.
     """
     *lines, _torn = path.read_bytes().split(b"\n")
     return [line.strip(b"\0") for line in lines if line.strip(b"\0")]
@@ -169,7 +169,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def yaml_text(data: Any, *, flow: bool = False) -> str:
-    """YAML of which `parse_yaml` makes the same data; `flow`: in one line."""
+    """YAML that `parse_yaml` reads back as the same data; `flow`: in one line."""
     width = 2**16 if flow else None
     text: str = yaml.dump(data, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, width=width)
     return text

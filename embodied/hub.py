@@ -19,8 +19,8 @@ PATTERNS: dict[Kind, tuple[str, ...]] = {
     "model": ("*.safetensors", "*.json", "*.model", "*--*_checkpoint.pt"),
     "dataset": ("*.json", "*.jsonl", "*.parquet", "*.mp4"),
 }
-"""Files that are downloaded. `*--*_checkpoint.pt` are OpenVLA-OFT's trained parts beside the network, of which tensors
-alone are loaded (`weights_only`)."""
+"""Files that are downloaded. `*--*_checkpoint.pt` are OpenVLA-OFT's trained parts beside the network; only tensors are
+loaded from them (`weights_only`)."""
 SETTING: dict[Kind, str] = {"model": "policy.path", "dataset": "sft.data"}
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -45,9 +45,9 @@ class Name:
 
 
 def checkpoint_folder(name: str | Path, fetch: bool = True) -> Path:
-    """The folder `name`, or that of the model so called, downloaded where it is not there yet.
+    """The folder `name`, or that of the model of this name, downloaded if it is not in the cache.
 
-    Without `fetch` there is no network access. Raises `UserError` with the command that fetches it elsewhere.
+    Without `fetch` there is no network access. Raises `UserError` with the command that fetches it on another machine.
     """
     return _folder(str(name), "model", fetch)
 
@@ -74,7 +74,7 @@ def pinned(name: str | Path, folder: Path) -> str:
 
 
 def kept(given: str | Path, recorded: str | Path) -> str:
-    """The name that a run which goes on uses: the commit that it recorded, where `given` leaves the commit open."""
+    """The name that a resumed run uses: with the commit that it recorded, if `given` names no commit."""
     name, known = Name.parse(str(given)), Name.parse(str(recorded))
     same = name is not None and known is not None and name.repository == known.repository
     fixed = name is not None and name.revision is not None and COMMIT.fullmatch(name.revision) is not None

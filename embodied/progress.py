@@ -20,7 +20,7 @@ _write: Callable[[], None] = _nowhere
 
 
 def report() -> None:
-    """Report that the present work goes on. Costs about a microsecond: report each decision, each micro-batch."""
+    """Report progress of the current work. Costs about a microsecond: report each decision and each micro-batch."""
     _write()
 
 

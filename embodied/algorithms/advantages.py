@@ -34,7 +34,7 @@ def generalised_advantages(
     `reward`, `value` [T, B]; `terminated`, `truncated` [T, B] bool, the decision ended its episode;
     `final_value` [T, B] is the value of that ended episode's final observation (read only where it ended);
     `last_value` [B] the value of the observation after the last decision. `bootstrap="always"` treats a
-    termination like a truncation: the task goes on to be solved, only the episode is cut.
+    termination like a truncation, as if the task continued after the end of the episode.
     """
     cut = terminated | truncated
     dead = terminated if bootstrap == "truncated" else torch.zeros_like(terminated)

@@ -1,5 +1,5 @@
-"""Arguments of the verbs as data, with their first checks. The modules that do the work, which take seconds to import,
-are not imported here."""
+"""Arguments of the verbs as data, with their first checks. This module does not import the modules that do the work,
+because they take seconds to import."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class SftArguments:
 
 
 def _going_on(args: TrainArguments | SftArguments, words: Sequence[str], stage: str) -> Config:
-    """The settings of a run that goes on, if the arguments name one; else those that they have."""
+    """The settings of the resumed run, if the arguments name one; else the settings of the arguments."""
     run_dir = args.runs_dir / (args.settings.name or "")
     if args.resume == "no" or args.settings.name is None or not (run_dir / CONFIG).is_file():
         return args.settings

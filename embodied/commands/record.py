@@ -169,7 +169,8 @@ def _write(
     results: Sequence[EpisodeResult],
     instructions: Sequence[str],
 ) -> int:
-    """Replay, draw and write the episodes. One that comes out otherwise than it did is left out; how many did."""
+    """Replay, draw and write the episodes. An episode with another outcome than before is left out. Returns the number
+    of these."""
     not_reproduced = 0
     with steps("Recording", len(results)) as bar:
         for result, replay in in_order(replayers, results, _begin_replay):

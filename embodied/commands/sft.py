@@ -42,7 +42,7 @@ def run(args: Arguments) -> dict[str, Any]:
 
 def _with_data(config: Config, runs_dir: Path, resume: bool) -> Config:
     """The configuration with the datasets of `sft.data` downloaded where they are Hugging Face names, and with the
-    commits that these now are; a run that goes on keeps its own. Raises `UserError` where it is given others."""
+    their current commits. A resumed run keeps its commits; raises `UserError` if other commits are given."""
     names = config.sft.data
     run_dir = find_run(config.name or "", runs_dir) if resume else None
     if run_dir is None or not has_checkpoint(run_dir):

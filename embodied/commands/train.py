@@ -50,10 +50,10 @@ def train_variants(
     *,
     words: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train every variant and write the page that compares them. Returns their results, and what they come to.
+    """Train every variant and write the page that compares them. Returns their results, and their summary.
 
-    Nothing begins before all of them are known to be possible; with `resume` each goes on where it was. `words` are
-    those of the command, if there was one: settings that they do not name stay in each run as they were.
+    All variants are checked before the first begins. With `resume`, each continues from its newest checkpoint. `words`
+    are the command's words, if there was a command: settings that they do not name keep each run's values.
     """
     from embodied.reporting.runs_page import write_runs_page
     from embodied.run.folder import begun_from
@@ -90,7 +90,7 @@ def train_variants(
 
 
 def continued_run(config: Config, runs_dir: Path, typed: Collection[str], source: str) -> Config:
-    """The settings with which the run of that name goes on, if it has begun."""
+    """The settings with which the run of that name is resumed, if it has begun."""
     run_dir = runs_dir / (config.name or "")
     return continued(config, run_dir, typed, source) if config.name and (run_dir / CONFIG).is_file() else config
 

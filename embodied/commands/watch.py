@@ -217,8 +217,8 @@ def _latest_rows(run: RunFolder) -> Iterator[tuple[str, ...]]:
 
 
 def run_page(folder: Path, state: Listed, runs_dir: Path) -> str:
-    """A run's report as it would be written now, below its state, and below the command that goes on with one that was
-    stopped."""
+    """A run's report as it would be written now, below the run's state and, for a stopped run, the command that
+    resumes it."""
     try:
         content = report.report_of(read_run(folder))
     except ReportError as error:
@@ -236,7 +236,7 @@ def _link(name: str, one: Listed) -> str:
 
 
 def _within(runs_dir: Path) -> Iterator[Path]:
-    """The folders of runs that lie below the folder with all their files: a link may lead elsewhere."""
+    """The folders of runs whose files all lie below the folder: a link may lead to another folder."""
     root = runs_dir.resolve()
     for folder in run_folders(runs_dir):
         if all(path.resolve().is_relative_to(root) for path in (folder, *folder.iterdir(), *folder.glob("videos/*"))):

@@ -57,8 +57,8 @@ def shipped_configs() -> dict[str, str]:
 
 
 def load_config(reference: str, code: Collection[str] = ()) -> Config:
-    """The configuration called `reference` in `configs/`, or in the YAML file of that path, which may be what a run
-    saved in its folder: that one may name only the `code` that is allowed here. Raises `UserError`."""
+    """Load the configuration called `reference` from `configs/`, or from the YAML file of that path. A file that a run
+    saved in its folder may name only the allowed `code`. Raises `UserError`."""
     path = Path(reference)
     if path.suffix not in (".yaml", ".yml"):
         path = CONFIGS / f"{reference}.yaml"

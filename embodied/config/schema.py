@@ -333,8 +333,8 @@ class PolicyConfig(Section):
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
     horizon: Annotated[int, Field(ge=0)] = 0
-    """Actions that a decision predicts. The first `chunk` of them are executed. 0: as many as are executed, or as the
-    policy's checkpoint says. Demonstrations are learned in pieces of this length."""
+    """Actions that a decision predicts. The first `chunk` of them are executed. 0: the policy's checkpoint decides; if
+    it does not, `chunk`. Demonstrations are learned in pieces of this length."""
     options: dict[str, Any] = {}
     """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
     device: Annotated[str, AfterValidator(_device)] = "auto"

@@ -94,7 +94,8 @@ def observed(task: TaskSpec, draw: bool = False) -> Environment:
 
 
 def _drawn(task: TaskSpec, scenes: Sequence[UInt8]) -> Mapping[str, UInt8]:
-    """Frames of the scenes; nothing where this process cannot draw: the farm's may, and what cannot says so there."""
+    """Frames of the scenes; nothing if this process cannot draw. The farm's processes may still be able to; if not,
+    they raise the error."""
     try:
         renderer = make_renderer(task)
     except (FarmError, RuntimeError):

@@ -34,7 +34,7 @@ LARGEST_PICTURE = 2**26
 _OPEN_VIDEOS = 32
 """Video files of a camera that are kept open; opening one anew takes a millisecond."""
 _TABLES = 2**22
-"""Frames of a camera of which it is remembered where in their files they are, 20 bytes each."""
+"""Frames per camera whose offsets in their files are cached, 20 bytes each."""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 """Pillow's modes of pictures with more than 8 bits of grey."""
 KEPT_BYTES = 2**30
@@ -195,7 +195,7 @@ class Pictures:
         Pictures._kept -= size
 
     def _arrays(self, path: Path, group: int, rows: int) -> Iterator[pa.Array]:
-        """The column of a row group, so many rows at once."""
+        """Yield the column of a row group in batches of rows."""
         with metadata.parquet_errors(path), pq.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
             for batch in file.iter_batches(rows, [group], [self._name], use_threads=False):
                 if batch.schema.names.count(self._name) != 1:

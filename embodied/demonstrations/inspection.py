@@ -388,7 +388,7 @@ def _listed(title: str, dimensions: Sequence[Dimension], compared: str) -> Table
 
 
 EPISODES, MOMENTS, CAMERAS = 6, 6, 4
-"""Rows and columns of a contact sheet, and cameras of which it has one below the other."""
+"""Episodes (rows) and frames (columns) of a contact sheet, and the largest number of cameras, one below the other."""
 HEIGHT, MARGIN, LABEL = 128, 4, 16
 """Pixels of a picture, between pictures, and of a line of text."""
 BINS = 60

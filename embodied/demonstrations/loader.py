@@ -119,7 +119,7 @@ class _Process:
         # Spawned: a fork of a process with threads hangs on a lock that one of them held.
         context = multiprocessing.get_context("spawn")
         self._reader: _Reader | None = reader
-        """What the process has yet to get."""
+        """The reader to send to the process; None once it is sent."""
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -142,7 +142,7 @@ class _Process:
         self._ours.close()
 
     def _end(self) -> str:
-        """What became of the process, which has closed its end of the pipe."""
+        """How the process ended, as text, after it closed its end of the pipe."""
         self._process.join(1)
         code = self._process.exitcode
         if code is None or code >= 0:

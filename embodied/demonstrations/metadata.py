@@ -458,7 +458,7 @@ def parquet_errors(path: Path) -> Iterator[None]:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A parquet file, or columns of it, of which all must be there. Raises `DatasetError`."""
+    """Read a parquet file, or the named columns of it. Raises `DatasetError`, also for a missing column."""
     with parquet_errors(path):
         table = pq.ParquetFile(path).read(None if columns is None else list(columns))
     for name in columns or ():
@@ -470,7 +470,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def names_in(path: Path) -> list[str]:
-    """The columns of a parquet file, as often as they are there. Raises `DatasetError`."""
+    """Names of the columns of a parquet file, with repetitions. Raises `DatasetError`."""
     with parquet_errors(path):
         return list(pq.read_schema(path).names)
 

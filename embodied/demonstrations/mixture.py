@@ -224,8 +224,8 @@ def fingerprints(dataset: Dataset, episodes: Sequence[int]) -> list[bytes]:
 
 
 def succeeded(dataset: Dataset, episode: RecordedEpisode) -> bool | None:
-    """True if the episode was solved, by `success` in meta/episodes, else by `next.success`; None where neither is
-    there."""
+    """True if the episode was solved, by `success` in meta/episodes, else by `next.success`; None if the dataset has
+    neither."""
     recorded = episode.row.get("success")
     if isinstance(recorded, bool):
         return recorded

@@ -17,9 +17,9 @@ from policies.capabilities import Normalised
 Float64 = npt.NDArray[np.float64]
 
 OUTSIDE = 10.0
-"""Normalised values beyond it are named: their squared error is above 100, where that of others is about 1. Of what
-statistics were made from at most 1% is ten deviations away (Chebyshev), and 98% lie within -1 to 1 by percentiles: more
-than `FAR_SHARE` of a dimension's values are no outliers."""
+"""Normalised values beyond it are reported: their squared error is above 100, while that of others is about 1. At most
+1% of the values from which statistics were made are ten deviations away (Chebyshev), and 98% lie within -1 to 1 by
+percentiles. So more than `FAR_SHARE` of a dimension's values cannot be outliers."""
 
 
 def check_normalised(

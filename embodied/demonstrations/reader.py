@@ -1,7 +1,7 @@
 """Reads datasets in LeRobot's layout, version 3.x, 2.1 and 2.0, ours or others', as batches for supervised learning.
 
-The data's own columns are believed: which rows make an episode, in which order, of which task. The metadata is compared
-with them; what it lacks or has wrong is taken from the data and noted, and what cannot be resolved is refused by name.
+The data's own columns define the rows of an episode, their order and the task. The metadata is compared with them. What
+is missing or wrong in the metadata is taken from the data and noted; what cannot be resolved is refused by name.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ class Dataset:
 
     def check_frames(self, cameras: Sequence[str] | None = None) -> None:
         """Open every video file of these cameras (None: of all) and compare its frames with the rows that refer to it,
-        which happens otherwise when one of its frames is first read. Decodes nothing. Raises `DatasetError` that names
-        file, episode and deviation."""
+        instead of when one of its frames is first read. Decodes nothing. Raises `DatasetError` with the file, episode
+        and deviation."""
         chosen = [self._frames[self._camera(camera)] for camera in (self.cameras if cameras is None else cameras)]
         files = [(camera, path) for camera in chosen if isinstance(camera, VideoFrames) for path in camera.files]
         for camera, path in shown_if_long(f"Checking the videos of {self.folder.name}", files, len(files)):

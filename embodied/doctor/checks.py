@@ -469,7 +469,7 @@ def _libero_folder() -> Path | None:
 
 
 def _print(found: list[Check]) -> None:
-    """A line for each check, and its remedy whole on the next: a command is copied from there."""
+    """Print a line for each check, and its remedy unwrapped on the next, so that a command in it can be copied."""
     colours = {"ok": 32, "warning": 33, "missing": 31} if sys.stdout.isatty() else {}
     names = max(len(check.name) for check in found)
     statuses = max(len(check.status) for check in found)

@@ -22,7 +22,7 @@ def unperturbed(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> list[
 
 
 def by_condition(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> dict[Condition, list[EpisodeOutcome]]:
-    """The perturbed episodes of all tasks by what is otherwise in them, in the protocol's order."""
+    """The perturbed episodes of all tasks by their perturbation, in the protocol's order."""
     found: dict[Condition, list[EpisodeOutcome]] = {}
     for outcome in outcomes:
         other = protocol.perturbation(outcome.task, outcome.trial)
@@ -78,8 +78,8 @@ def difference(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def differing_pairs(protocol: Protocol, outcomes: Sequence[EpisodeOutcome], count: int) -> list[Pair]:
-    """At most `count` pairs that came out otherwise: of each axis in turn the one at the lowest level, those first
-    that were solved unperturbed."""
+    """At most `count` pairs of episodes with different outcomes: for each axis in turn the pair at the lowest level,
+    with the pairs first that were solved unperturbed."""
     queues: dict[str, list[Pair]] = {}
     for (axis, *_), pairs in paired(protocol, outcomes).items():
         queues.setdefault(axis, []).extend(pair for pair in pairs if pair[0].success != pair[1].success)

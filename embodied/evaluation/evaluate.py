@@ -96,7 +96,7 @@ class Subject:
 
     @cached_property
     def server(self) -> Mapping[str, Any] | None:
-        """What the program that decides says of itself; None where the policy is computed here."""
+        """Metadata of the server that decides; None if this program computes the policy."""
         return policy_kind(self.config.policy.kind).format.served_by(self.config.policy.architecture)
 
     @property
@@ -451,7 +451,7 @@ def _film(subject: Subject, session: Session, folder: EvalFolder, outcomes: Sequ
 
 
 def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
-    """Film pairs that came out otherwise: above without the perturbation, below with it."""
+    """Film pairs of episodes with different outcomes: above without the perturbation, below with it."""
     path = folder.path / "videos" / "perturbed.mp4"
     path.unlink(missing_ok=True)
     filmed = _filmed(protocol.tasks)
@@ -519,8 +519,8 @@ def _reached(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def _says_more(result: Mapping[str, Any], known: Mapping[str, Any], run_dir: Path) -> bool:
-    """True if the result is by the same protocol as the one that is known of the run, and of as many episodes of the
-    same checkpoint, or more; or of the checkpoint that the run ends with now, where the known one is of another."""
+    """True if the result should replace the run's known one. It must have the same protocol, and either no fewer
+    episodes of the same checkpoint, or the checkpoint that the run ends with now where the known result has another."""
     ours, theirs = ({k: v for k, v in one["protocol"].items() if k not in OF_EPISODES} for one in (result, known))
     if ours != theirs:
         return False

@@ -48,7 +48,7 @@ class Filmer:
 
 
 def stride(length: int) -> int:
-    """Every how many env steps an episode of so many is filmed."""
+    """Number of env steps between filmed frames, for an episode of that length."""
     return max(1, length // FRAMES)
 
 
@@ -71,8 +71,8 @@ def worth_seeing(outcomes: Sequence[EpisodeOutcome], count: int) -> list[Episode
 def differing(
     first: Sequence[EpisodeOutcome], second: Sequence[EpisodeOutcome], count: int
 ) -> list[tuple[EpisodeOutcome, EpisodeOutcome]]:
-    """At most `count` pairs of the same episode that came out otherwise: those first that the first alone solved, the
-    first of each task before the second of any."""
+    """At most `count` pairs of the same episode with different outcomes. Pairs come first that only the first side
+    solved, and the first pair of each task before the second of any task."""
     pairs = {(mine.task, mine.trial): (mine, other) for mine, other in zip(first, second, strict=True)}
     # `worth_seeing` has failures first: here those of the second.
     unlike = [other for mine, other in pairs.values() if mine.success != other.success]

@@ -63,7 +63,7 @@ class EvalFolder:
     _lines: Lines | None = None
 
     def left(self, task: str) -> list[int]:
-        """The task's trials that have not ended."""
+        """The task's trials that are still to be run."""
         return [trial for trial in range(self.identity.protocol.count(task)) if (task, trial) not in self.outcomes]
 
     def add(self, result: EpisodeResult) -> None:
@@ -176,7 +176,7 @@ def newest_of(home: Path, identity: Identity) -> Path | None:
 
 
 def _make(path: Path) -> bool:
-    """Make the folder; False if it was already there."""
+    """Make the folder; False if it already existed."""
     try:
         if path.is_dir() and any(path.iterdir()) and not (path / PROTOCOL).is_file() and not (path / LOCK).is_file():
             raise UserError(f"{path} is not empty and holds no evaluation: name another --folder")
@@ -231,7 +231,7 @@ def _flat(identity: Identity) -> dict[str, Any]:
 
 
 def _to_line(outcome: EpisodeOutcome, protocol: Protocol) -> dict[str, Any]:
-    """The line's data. What is otherwise in a perturbed episode stands in it too, for those who read the file alone."""
+    """The line's data. It includes the perturbation, for readers of the file alone."""
     other = protocol.perturbation(outcome.task, outcome.trial)
     perturbed = {}
     if other is not None:
@@ -302,8 +302,7 @@ def _message(error: Exception) -> str:
 
 
 def _read_outcomes(path: Path, protocol: Protocol) -> dict[tuple[str, int], EpisodeOutcome]:
-    """The episodes of the folder. Of a line that was not finished nothing is read, and nothing stays once another is
-    written."""
+    """The episodes of the folder. An unfinished last line is ignored, and removed when another line is written."""
     file = path / EPISODES
     if not file.is_file():
         return {}

@@ -172,8 +172,8 @@ class Protocol:
     task_digests: Mapping[str, str] = field(default_factory=dict)
     """For each task that files define, the sha256 over its instruction, its task file and its initial states."""
     perturbations: Mapping[str, tuple[Perturbation, ...]] = field(default_factory=dict)
-    """For each task that is perturbed, by what. Trials 0 to `trials` - 1 are unperturbed; so many under each
-    perturbation follow, in their order, each the repetition of an unperturbed one."""
+    """Perturbations by task, for tasks that are perturbed. Trials 0 to `trials` - 1 are unperturbed. Then each
+    perturbation in turn has `trials` more, each the repetition of an unperturbed trial."""
     attempts: int = 1
     """Trials, one after the other, that begin alike; noise tells them apart."""
     version: int = VERSION
@@ -198,7 +198,7 @@ class Protocol:
         return sum(map(self.count, self.tasks))
 
     def perturbation(self, task: str, trial: int) -> Perturbation | None:
-        """What is otherwise in the trial."""
+        """The trial's perturbation."""
         return self.perturbations[task][trial // self.trials - 1] if trial >= self.trials else None
 
     def episodes(self, task: str) -> tuple[EpisodeSpec, ...]:
@@ -474,7 +474,7 @@ def _of_suite(config: Config, task: str, suite: str) -> tuple[Perturbation, ...]
 
 
 def suite_notes(protocol: Protocol) -> list[str]:
-    """What is to be known of the published suite of perturbations that the protocol follows."""
+    """Notes on the published suite of perturbations that the protocol follows."""
     suite = PRESETS[protocol.name].suite if protocol.name in PRESETS else None
     if suite is None:
         return []
@@ -482,7 +482,7 @@ def suite_notes(protocol: Protocol) -> list[str]:
 
 
 def problem_notes(protocol: Protocol) -> list[str]:
-    """Which problems of files are asked how often."""
+    """Notes on which problems of files the evaluation uses, and how often."""
     if protocol.env_seed != 0 or protocol.seeding != "rising":
         return []
     return [_asked(found, protocol) for task in protocol.tasks if (found := problem_file(task)) is not None]
@@ -532,7 +532,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
 
 
 def _named(cameras: int | tuple[str, ...], published: tuple[str, ...]) -> int | tuple[str, ...]:
-    """The cameras by name, where they are counted and the protocol names so many."""
+    """The protocol's cameras by name, if `cameras` is their number."""
     return published[:cameras] if isinstance(cameras, int) and 0 < cameras <= len(published) else cameras
 
 

@@ -158,7 +158,7 @@ class TrainedStarts:
     known: bool
     """True if everything that the policy was trained on is recorded, and tells the evaluated starts apart."""
     alike: int | None = None
-    """In so many ways the evaluated episodes begin, where these are fewer than their seeds; else None."""
+    """Number of different starts of the evaluated episodes, if smaller than the number of their seeds; else None."""
 
     def as_data(self) -> dict[str, Any]:
         return {"kind": self.kind, "trained": self.trained, "evaluated": self.evaluated, "known": self.known}
@@ -173,7 +173,7 @@ class Lineage:
     recordings: tuple[RecordedStarts, ...] = ()
     """Starts of the demonstrations that were learned from."""
     unknown: tuple[str, ...] = ()
-    """Checkpoints and datasets of whose starts nothing is recorded."""
+    """Checkpoints and datasets whose starts were not recorded."""
 
     def __add__(self, other: Lineage) -> Lineage:
         return Lineage(
@@ -258,7 +258,7 @@ def lineage(folder: Path | None, policy: PolicyConfig) -> Lineage:
 
 
 def _run_and_checkpoint(named: Path) -> tuple[Path | None, Path | None]:
-    """The run's folder and its checkpoint, of which `named` is one; None for what is not there."""
+    """The run's folder and its checkpoint, where `named` is one of the two; None for the missing one."""
     if (named / checkpoint.MANIFEST).is_file():
         return run_of_checkpoint(named), named
     root = named / "checkpoints"

@@ -86,7 +86,7 @@ class Assignment:
         return tuple(replica for replica, host in enumerate(self.hosts) if host is not None)
 
     def apart(self, replicas: int) -> tuple[int, ...]:
-        """Those of so many policy workers with a process of their own."""
+        """Policy workers that run in their own process, out of `replicas`."""
         return tuple(replica for replica in range(replicas) if self.host(replica) is None)
 
     def host(self, replica: int) -> int | None:
@@ -133,7 +133,8 @@ def imitation_places(config: Config, cores: tuple[int, ...], nodes: Sequence[Nod
 
 
 def _on_gpus(config: Config, place: Affinity, count: int) -> tuple[Affinity, ...]:
-    """So many instances: several are dealt out over the GPUs that `policy.device` leaves, where there are several."""
+    """Places of the `count` instances. Several are dealt out over the GPUs that `policy.device` allows, if these are
+    several."""
     gpus = accelerators(config.policy.device)
     if count == 1 or len(gpus) < 2:
         return (place,) * count
@@ -256,7 +257,7 @@ def _render_cores(drawing: Placement, cores: tuple[int, ...]) -> tuple[int | Non
 def _render_devices(drawing: Placement, gpus: Sequence[torch.device]) -> tuple[RenderDevice, ...]:
     """Devices of the workers that draw: the placement's accelerators, or on cores software.
 
-    Raises `UserError` for accelerators that are not there.
+    Raises `UserError` for missing accelerators.
     """
     if drawing.pool == "cores":
         return ("cpu",)
@@ -298,7 +299,7 @@ class _Machine:
 
     def _affinity(self, name: str, devices: tuple[DeviceRange, ...], share: int) -> Affinity:
         """A worker on its cores, with a thread on each; or on its accelerator, or what stands in for that, with threads
-        of the host wherever the system likes. Raises `UserError` for accelerators that are not there."""
+        of the host wherever the system likes. Raises `UserError` for missing accelerators."""
         node, first = _node_of(devices[0].node, self.nodes), devices[0].first
         gpus = accelerators(self.config.policy.device)
         if devices[0].pool == "cores":
@@ -393,7 +394,7 @@ def memory_rounds(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
 
 
 def observation_rows(run: RunSpec, rounds: int) -> int:
-    """Rows of the frame memory for so many rounds of decisions: their observations, and those after them."""
+    """Rows of the frame memory for the rounds of decisions: their observations, and the observations after them."""
     return (rounds + 1) * run.environments
 
 

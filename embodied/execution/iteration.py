@@ -263,7 +263,7 @@ class Rollouts:
         return summary
 
     def send_remaining(self, iteration: int) -> SentTrajectories:
-        """Send the trajectories that `collect` has not sent: here all, through the scorers to the learner."""
+        """Send the remaining trajectories after `collect`: in this class all, through the scorers to the learner."""
         begin = time.monotonic_ns()
         source: WorkerGroup[Any] = self.run.rollout_worker
         produce: Any = RolloutRole.trajectories

@@ -1,9 +1,9 @@
-"""Recovery of a run or an evaluation that has lost a worker: it goes on, or it ends with the reason.
+"""Recovery of a run or an evaluation that has lost a worker: it continues, or it ends with the reason.
 
-A run goes on from its newest checkpoint, an evaluation with the episodes that are left. Its workers but those of the
-farm are supervised as one (`sim_farm.workers.supervision`): they are built again together, and serve once they have the
-checkpoint's weights. What is computed again is the same, bit for bit, as what was lost. A loss is a line of
-faults.jsonl, also that of a farm's worker, which the runtime has replaced by itself.
+A run continues from its newest checkpoint, an evaluation with the remaining episodes. All workers outside the farm are
+supervised as one (`sim_farm.workers.supervision`): they are rebuilt together, and serve once they have the checkpoint's
+weights. The recomputed results equal the lost ones, bit for bit. Each loss is a line of faults.jsonl, also the loss of
+a farm's worker, which the runtime replaces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILE = "faults.jsonl"
 
 @dataclass
 class Recovery:
-    """The losses of one run or evaluation, and whether it goes on after the next."""
+    """Counts the losses of one run or evaluation, and decides whether it continues after a loss."""
 
     folder: Path
     counted: str = "iteration"
@@ -50,11 +50,12 @@ class Recovery:
     def attempt(
         self, session: Session, done: Callable[[], int], go_back: Callable[[Exception], None]
     ) -> Iterator[None]:
-        """In the block, build the workers and do the work. A loss after which the run goes on ends the block silently,
-        with no worker left, after `go_back` was called; attempt it again then. `done` counts the finished iterations,
-        or what is counted.
+        """In the block, build the workers and do the work. If the run continues after a loss, the block ends silently,
+        without workers, after a call of `go_back`; attempt it again then. `done` returns the number of finished
+        iterations, or of other finished units.
 
-        Raises the error that ends the run, as `goes_on` says; in one process every error, since no other can be lost.
+        Raises the error that ends the run (`goes_on`). In one process that is every error, since no other process can
+        be lost.
         """
         self.started()
         try:
@@ -67,10 +68,10 @@ class Recovery:
             go_back(error)
 
     def goes_on(self, error: Exception, done: int) -> bool:
-        """Note the loss, with so many iterations (or what is counted) done; whether to go on after it.
+        """Record the loss after `done` iterations (or other units). True if the run continues after it.
 
-        It ends with the user's mistakes, which another try would only repeat; with an error that has come before with
-        as much done, unless no worker can have caused it; and where too many losses follow on each other.
+        The run ends on the user's mistakes, which another try would only repeat; on an error that came before at the
+        same `done`, unless no worker can have caused it; and after too many losses in a row.
         """
         if not _is_loss(error):
             return False

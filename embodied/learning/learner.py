@@ -69,7 +69,7 @@ class ReceivedPart:
     samples: int
     """Number of decisions to learn from."""
     groups: int
-    """Number of informative episode groups: those of which a decision carries a gradient."""
+    """Number of informative episode groups: groups in which at least one decision carries a gradient."""
     learn_s: float
     """Seconds that the learner spent on this part of the batch."""
 

@@ -66,7 +66,7 @@ class TrainedPolicy:
     def save(self, root: Path, state: checkpoint.RunState, environments: checkpoint.Arrays) -> None:
         """Begin to write a checkpoint of policy, optimiser and run, as they are now, below `root`.
 
-        Returns once everything is copied: training may go on while a thread of each rank writes. `saved` waits until
+        Returns once everything is copied: training may continue while a thread of each rank writes. `saved` waits until
         the checkpoint is complete. Every rank must be called. Waits for the previous checkpoint, and raises its
         failure.
         """

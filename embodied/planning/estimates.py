@@ -35,7 +35,7 @@ class Costs(Protocol):
     """Counts of a policy's work."""
 
     def decision(self, rows: int) -> list[Work]:
-        """The passes of one batch's decision, each of which the next has to wait for."""
+        """Work of each forward pass in one batch's decision; the passes run one after the other."""
 
     def update(self, rows: int, cached: bool) -> Work:
         """Forward and backward pass of one micro-batch."""

@@ -78,7 +78,7 @@ def causal_pairs(columns: int) -> float:
 
 
 class Costs:
-    """Counts for a policy and a prompt of so many tokens."""
+    """Counts the work of a policy for a prompt of fixed length in tokens."""
 
     def __init__(self, policy: TokenPolicy, prompt: int) -> None:
         self.policy, self.model = policy, policy.model
@@ -117,14 +117,14 @@ class Costs:
         return Work(2 * patches * weight_count(self.model.projector), 0.0, nbytes(self.model.projector))
 
     def llama(self, queries: int, read: int, pairs: float) -> Work:
-        """The layers on so many tokens of one row, of which so many final states are read: only for those does
-        anything depend on the last layer's MLP."""
+        """Work of the layers for `queries` tokens of one row. The last layer's MLP is counted only for the `read`
+        tokens whose final states are used."""
         spared = weight_count(self.layers[-1].mlp) * (queries - read)
         attention = 4 * self.attention_width * pairs * len(self.layers)
         return Work(2 * (queries * weight_count(self.layers) - spared), attention, nbytes(self.layers))
 
     def head(self, tokens: int) -> Work:
-        """Logits of the action tokens, for so many."""
+        """Work of the logits for `tokens` action tokens."""
         rows = self.model.config.bins * self.model.width
         return Work(2 * tokens * rows, 0.0, rows * self.element)
 
@@ -226,7 +226,7 @@ HEADS = ("action_", "state_", "time_")
 
 
 class FlowCosts:
-    """Counts for a policy, whose prompts all have as many tokens, with those that fill them up."""
+    """Counts the work of a policy whose prompts are padded to the same number of tokens."""
 
     def __init__(self, policy: Pi0) -> None:
         self.policy, self.network, self.sizes = policy, policy.network, policy.sizes
@@ -240,7 +240,7 @@ class FlowCosts:
         self.element = self.network.projector.weight.element_size()
 
     def prefix(self) -> Work:
-        """One row's, of which the critic reads all outputs."""
+        """Work of the prefix for one row; the critic reads all of its outputs."""
         vision, layers = self.network.vision, self.network.mixture.vlm.layers
         patch, tower = vision.embeddings.patch_embedding.weight, vision.encoder
         linear = 2 * self.patches * (weight_count(tower) + patch.numel() + self.network.projector.weight.numel())

@@ -38,8 +38,8 @@ def probes_of(
     """The measured runs by name: a run with its number of environments, and an assignment.
 
     `draws_on` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
-    render worker of its own; none: as configured. Of several tasks, whose simulators are measured one task at a time,
-    only what their sum changes: all that is not in the loop, alone.
+    render worker of its own; none: as configured. For several tasks, the simulators are measured one task at a time.
+    Then only the runs that depend on the sum of the tasks are returned: components outside the loop, each alone.
     """
     config, recipe, half, several = run.config, run.recipe, halved(run), len(run.tasks) > 1
     whole, one = _turns(run, cores, cores), _turns(run, cores[:1], cores[:1])
@@ -197,7 +197,7 @@ def gpu_drawing(workers: OnPolicy, gpu: torch.device) -> GpuDrawing:
 def exchanges_of(
     config: Config, workflow: Workflow, size: TrainedBytes, iterations: tuple[Iteration, ...], accelerated: bool
 ) -> tuple[Exchange, ...]:
-    """Messages between ranks in one iteration, with as many optimiser steps as the measured ones had.
+    """Messages between ranks in one iteration, with the number of optimiser steps of the measured iterations.
 
     Ranks that hold the whole policy add up their gradients: with adapters, those of the adapters alone. Ranks that hold
     shards gather the parameters for each micro-batch, forwards and backwards, and scatter the gradients at each step.

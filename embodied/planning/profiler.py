@@ -2,9 +2,9 @@
 
 The configuration's own workers run a few iterations under a few assignments, chosen so that every component is seen
 alone, on few and on all cores, with all and with half of the environments, and beside the others. Because a plan
-never changes what is computed, these are the very iterations that a run begins with. Of a run of several tasks every
-task is rolled out by itself, so that no task waits for another's simulators; scorers and learner are measured on
-all tasks together.
+never changes what is computed, these are the very iterations that a run begins with. In a run of several tasks, each
+task is rolled out alone, so that no task waits for another's simulators; scorers and learner are measured on all tasks
+together.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from sim_farm.contract import TaskInfo
 from sim_farm.render_devices import RenderDevice
 
 LEAST, MOST, ENOUGH_S = 3, 10, 6.0
-"""Iterations per assignment: at least so many, then until they have taken so long. The first warms up whatever is made
-on first use, and does not count."""
+"""Iterations per assignment: at least `LEAST`, then until they have taken `ENOUGH_S` seconds, at most `MOST`. The first
+iteration is a warm-up and does not count."""
 
 Switches = Mapping[str, tuple[Switch, Switch]]
 """Leaving the memory and coming back, for learner, rollout worker and renderers."""
@@ -276,7 +276,7 @@ def _drawing_on_gpu(probed: Probed) -> ComponentProfile:
 
 
 def _rollout_worker(each: Sequence[Probed], whole: Probed, config: Config) -> ComponentProfile:
-    """Profile of the policy: a call for as many environments as each task has, and for half of them."""
+    """Profile of the policy: a call for all environments of each task, and a call for half of them."""
     calls: dict[tuple[int, int], list[float]] = {}
     for probed in each:
         for measured, devices in probed.alone(probed.accelerated):

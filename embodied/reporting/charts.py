@@ -28,7 +28,7 @@ COLOURS = ("#3b76c4", "#e58a1f", "#1f9e8f", "#8d61c4", "#cc4b63", "#7d8590")
 
 _MAX_POINTS = 600
 _DOTTED = 40
-"""Curves of up to so many places have a dot at each value."""
+"""Largest number of places at which a curve has a dot at each value."""
 _END_WIDTH, _END_HEIGHT, _END_GAP = 140, 14, 6
 """Pixels that the name at a curve's end may be wide, that it is high, and that it stands right of the curve."""
 _MAX_BARS = 150
@@ -194,7 +194,7 @@ def _text_width(text: str) -> float:
 
 
 def _draw_bars(axes: Axes, x: Sequence[float], curve: Line) -> None:
-    """All of them, also where a curve of so many points would leave some out."""
+    """Draw all bars, also where a curve with the same number of points would leave some out."""
     known = [(i, v, bar) for i, (v, bar) in enumerate(zip(curve.y, curve.bars, strict=True)) if v is not None and bar]
     places = [x[i] for i, _, _ in known]
     lows, highs = ([bar[end] for *_, bar in known] for end in (0, 1))
@@ -258,7 +258,7 @@ def trailing_mean(values: Sequence[float | None], window: int) -> list[float | N
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """At most about so many round numbers within the range, 1, 2 or 5 times a power of ten apart."""
+    """About `count` round numbers or fewer within the range, 1, 2 or 5 times a power of ten apart."""
     from matplotlib.ticker import MaxNLocator
 
     if not (math.isfinite(high - low) and high > low):
@@ -304,7 +304,7 @@ def _axes(
 
 
 def _labels(values: Sequence[float], show: Format) -> list[str]:
-    """Labels by `show`; where two are equal, with as many digits as distinguish them."""
+    """Labels by `show`; if two are equal, with enough digits to distinguish them."""
     texts, digits = [show(value) for value in values], 4
     while len(set(texts)) < len(texts) and digits < 16:
         texts, digits = [f"{value:.{digits}g}" for value in values], digits + 1

@@ -12,7 +12,7 @@ from embodied.reporting import charts
 LONGEST_NAME = 40
 MOST_CONDITIONS = 1000
 MOST_LEVEL = 1000
-"""What a page shows of a result, which may come from elsewhere."""
+"""Largest level that a page shows of a result; the result may come from other programs."""
 
 Rate = tuple[float, float, float]
 """A number with the ends of its interval."""

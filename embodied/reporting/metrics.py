@@ -90,7 +90,7 @@ class MetricsWriter:
     def truncate(self, after_iteration: int) -> None:
         """Drop the rows of iterations later than this one: those that a resumed run will repeat.
 
-        Trackers go back as far. Raises `MetricsError`; then all rows are still there.
+        Trackers drop the same rows. Raises `MetricsError`; then all rows are kept.
         """
         self._unwritten = [row for row in self._unwritten if row["iteration"] <= after_iteration]
         rows = read(self._run_dir, self._name)

@@ -35,7 +35,7 @@ class PhaseTimes:
 
 
 def phase_times(bars: Iterable[Bar], seconds: float) -> PhaseTimes:
-    """The phases of an iteration of so many seconds, from its components at work; work outside it is cut off."""
+    """The phases of an iteration, from the times when its components work; work outside the iteration is cut off."""
     rollout: list[tuple[float, float]] = []
     update: list[tuple[float, float]] = []
     for bar in bars:

@@ -464,7 +464,7 @@ def _constant(run: RunFolder, key: str) -> bool:
 
 
 def _without_curve(run: RunFolder, keys: Sequence[str]) -> str:
-    """What is said of the metrics that `_curves` does not draw: constants, folded, and those without a value."""
+    """Text for the metrics that `_curves` does not draw: constants, folded, and metrics without a value."""
     constant = [key for key in keys if _constant(run, key)]
     parts = []
     if constant:

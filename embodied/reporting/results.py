@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figures:
-    """What a policy reached in one task, or in all tasks of an evaluation together."""
+    """Success and return of a policy in one task, or in all tasks of an evaluation together."""
 
     task: str
     """Name of the task; `all tasks` where there are several."""

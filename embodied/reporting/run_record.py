@@ -33,7 +33,7 @@ _FILES = ("config.yaml", "metrics.jsonl", "eval.json")
 
 @dataclass(frozen=True)
 class Measure:
-    """What runs are judged by, and how it is shown."""
+    """The metric that runs are judged by, and how it is shown."""
 
     name: str
     """`success` or `return`; metrics have its name in theirs."""
@@ -117,7 +117,7 @@ class RunFolder:
     """The protocol of these episodes."""
     videos: list[Path] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
-    """Iterations after which it went on with other settings."""
+    """Parts of the run: iterations after which it continued with changed settings."""
     missing: dict[str, str] = field(default_factory=dict)
 
     def column(self, key: str) -> list[float | None]:
@@ -148,7 +148,7 @@ class RunFolder:
 
     @property
     def target(self) -> float | None:
-        """Of the measure: that of the configuration, or the usual one."""
+        """Target of the measure: the configuration's, or the usual one."""
         measure = self.measure
         value, (least, most) = find(self.config, measure.stop), measure.y_range or (-LARGEST, LARGEST)
         known = isinstance(value, (int, float)) and least <= value <= most

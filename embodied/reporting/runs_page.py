@@ -25,11 +25,12 @@ from embodied.run.continued import LEARNING
 from embodied.statistics import mean_interval, seeds_interval
 
 POINTS = 400
-"""Places of a chart: those at which iterations of the runs ended, or so many evenly spaced ones, if these are more."""
+"""Largest number of places in a chart: the ends of the runs' iterations, or `POINTS` evenly spaced places if the ends
+are more."""
 SINGLE = 5
 """Runs of a curve that are also drawn one by one, if they are no more."""
 DASHES = (None, (3.0, 2.0), (1.5, 3.0), (0.5, 1.5))
-"""Of curves that would otherwise look alike: those with the colour of another, and those that cover another."""
+"""Dash patterns that distinguish a curve from others with the same colour or the same course."""
 RECENT = 100
 """Training episodes over which the metric of the last ones is a mean."""
 INTERVAL = "Student's t over seeds, but for success never narrower than Wilson's of all their episodes together"
@@ -243,7 +244,7 @@ def _figure(
 
 
 def _iterations(groups: Sequence[Alike], over: str) -> dict[float, str]:
-    """What the pointer adds at the places where iterations ended."""
+    """Text that the pointer shows at the places where iterations ended."""
     found: dict[float, dict[int, None]] = {}
     for run in (run for group in groups for run in group.runs):
         for row, place in zip(run.rows, run.column(over), strict=True):
@@ -304,7 +305,7 @@ def _ends(group: Alike, key: str, over: str) -> list[float]:
 
 
 def _known(run: RunFolder, key: str, over: str) -> tuple[np.ndarray, np.ndarray]:
-    """Positions at which the metric is known, and its values there."""
+    """Positions at which the metric is known, and its values at these positions."""
     pairs = zip(run.column(over), run.column(key), strict=True)
     found = [(x, y) for x, y in pairs if x is not None and y is not None]
     xs, ys = zip(*found, strict=True) if found else ((), ())
@@ -452,7 +453,7 @@ def _differences(groups: Sequence[Alike]) -> str:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys that have not the same value everywhere."""
+    """Keys whose values differ between the configurations."""
     keys = dict.fromkeys(key for one in settings for key in one)
     return [key for key in keys if any(one.get(key) != settings[0].get(key) for one in settings)]
 

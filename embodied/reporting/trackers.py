@@ -1,8 +1,7 @@
 """Tracking libraries that follow a run, by their own clients: TensorBoard, Weights & Biases, MLflow, Trackio.
 
 `metrics.jsonl` stays the record (`embodied.reporting.metrics`), which they repeat under the same names, over env steps.
-Each library is imported where it is asked for (`track`) and nowhere else. A tracker that fails is left with a warning,
-and the run goes on.
+A library is imported only if `track` names it. A tracker that fails is dropped with a warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -243,7 +242,7 @@ class Library:
     package: str
     """Python package that it imports."""
     install: str
-    """What `pip install` is given for it."""
+    """Argument of `pip install` that installs the library."""
 
 
 TRACKERS = {
@@ -274,16 +273,16 @@ def _is_installed(package: str) -> bool:
 
 
 class Tracking:
-    """The trackers of one run. One that fails is told once, and left; the others go on.
+    """The trackers of one run. If a tracker fails, one warning is printed and it is dropped; the others continue.
 
-    What a run that goes on from a checkpoint computes again is not logged again, unless the library forgets it first.
+    Rows that a resumed run computes again are not logged again, unless the library dropped them first.
     """
 
     def __init__(self, run_dir: Path, trackers: Mapping[str, Tracker], say: Callable[[str], None] = tell) -> None:
         self._run_dir, self._say = run_dir, say
         self._trackers = dict(trackers)
         self._known: dict[str, str] = {}
-        """What the tracked runs are known by, by tracker."""
+        """Ids of the tracked runs, by tracker."""
         self._has_rows: set[str] = set()
         """Trackers that rows may have been logged to."""
         self._until: dict[tuple[str, str], int] = {}
@@ -361,7 +360,7 @@ class Tracking:
 
 
 NOT_TRACKED = Tracking(Path(), {})
-"""Of what no library follows."""
+"""Tracking that records nowhere."""
 
 
 @contextmanager
