@@ -38,7 +38,7 @@ def unreadable(path: Path, wrong: object) -> CheckpointError:
 
 
 class PeerFailed(UserError):
-    """A worker could not continue because another worker of its group failed. That worker's error, if any, says more."""
+    """A worker could not continue because another worker of its group failed; see that worker's error, if any."""
 
 
 def shown(value: object, longest: int = 100) -> str:

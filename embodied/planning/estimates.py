@@ -113,12 +113,12 @@ def with_estimates(profile: Profile, config: Config, workflow: Workflow, cluster
 
 
 def decision_seconds(costs: Costs, rows: int, card: Card) -> float:
-    """Seconds of one decision for so many environments."""
+    """Seconds of one decision for `rows` environments."""
     return sum(card.seconds(work.flops, work.nbytes) for work in costs.decision(rows))
 
 
 def update_seconds(costs: Costs, config: Config, workflow: Workflow, items: int, card: Card) -> float:
-    """Seconds of all epochs' forward and backward passes over the decisions of so many items."""
+    """Seconds of all epochs' forward and backward passes over the decisions of `items`."""
     rounds = sum((loop.items or workflow.items) * loop.steps for loop in workflow.loops) / workflow.items
     optim, samples = config.optim, max(1, round(items * rounds))
     minibatch = min(optim.minibatch or samples, samples)
