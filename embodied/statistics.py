@@ -25,8 +25,8 @@ def wilson(solved: int, episodes: int) -> tuple[float, float]:
 
 
 def pass_at(k: int, attempts: int, solved: Sequence[int]) -> tuple[float, float, float]:
-    """pass@k of N problems, and its 95% interval: the mean of 1 - C(n - c, k) / C(n, k) over problems, of whose
-    n = `attempts` attempts c succeeded (`solved` [N]). It is unbiased (Chen et al. 2021, "Evaluating large language
+    """pass@k of N problems, and its 95% interval: the mean of 1 - C(n - c, k) / C(n, k) over problems, where c of the
+    n = `attempts` attempts succeeded (`solved` [N]). It is unbiased (Chen et al. 2021, "Evaluating large language
     models trained on code", equation 1).
 
     The interval is Wilson's for N problems: a mean of shares varies no more than one of zeros and ones.
@@ -63,7 +63,7 @@ def seeds_interval(rates: Sequence[float], episodes: Sequence[int]) -> tuple[flo
     """Mean of the success rates of runs that differ in their seeds, each over its number of `episodes`, and its 95%
     interval within 0 and 1: Student's t over the rates, and never narrower than Wilson's interval of all episodes
     together. Three seeds that happen to end alike, at 100% for example, vary as little as their episodes show, and no
-    less. Of one seed it is Wilson's alone, and without episodes 0 to 1. Raises `ValueError` where a rate lacks its
+    less. For one seed it is Wilson's alone, and without episodes 0 to 1. Raises `ValueError` if a rate lacks its
     number.
     """
     if not rates or len(rates) != len(episodes) or min(episodes) < 0:
@@ -103,7 +103,7 @@ class PairedDifference:
 
 
 def paired_difference(first: Sequence[bool], second: Sequence[bool]) -> PairedDifference:
-    """Compare outcomes of the same episodes, in the same order; raises `ValueError` unless there are as many.
+    """Compare outcomes of the same episodes, in the same order; raises `ValueError` unless the lengths are equal.
 
     The interval is the score interval of T. Tango, "Equivalence test and confidence interval for the difference in
     proportions for the paired-sample design", Statistics in Medicine 17 (1998), 891-908. It depends on the episodes

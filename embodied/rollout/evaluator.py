@@ -101,7 +101,7 @@ class DecisionTimes:
     """Latencies of an evaluator's decisions, and how much of its time it waited for them."""
 
     latencies_s: list[float] = field(default_factory=list)
-    """Of each group's decision, from its observations to its action chunks."""
+    """Seconds of each group's decision, from its observations to its action chunks."""
     wall_s: float = 0.0
     waiting_s: float = 0.0
     """Seconds of `wall_s` in which at least one decision was under way."""
@@ -355,7 +355,7 @@ class _Deciding:
     seen: Observations
     begun: float
     action: Future[tuple[Float32, float]]
-    """[n, C, A] chunks, and when they were there."""
+    """[n, C, A] chunks, and the time at which they were complete."""
 
 
 def _digest(seen: Observations, row: int) -> str:
@@ -372,7 +372,7 @@ def _timed(policy: Policy, inputs: Inputs, noise: torch.Tensor | None) -> tuple[
 
 
 def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) -> Iterator[EpisodeResult]:
-    """Call `advance` with a budget in seconds until it has returned so many episodes."""
+    """Call `advance` with a budget in seconds until it has returned `episodes` episodes."""
     seen = 0
     while seen < episodes:
         more = advance(1.0)

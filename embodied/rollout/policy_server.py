@@ -1,9 +1,9 @@
 """A policy for other programs, in openpi's websocket protocol: a client sends observations and gets action chunks.
 
-A request is one observation, and its decision equals `LoadedPolicy.act`'s, bit for bit. It depends on nothing else that
-is asked meanwhile: with `rows` of 1 each is computed alone. With more, requests that wait together are one batch, which
-always has so many rows (others repeat its first): the shape in which matrix products are rounded does not depend on who
-else asks. A request of several rows, which clients of this project send, is a batch by itself, as it is.
+A request is one observation, and its decision equals `LoadedPolicy.act`'s, bit for bit. It does not depend on other
+requests: with `rows` of 1 each is computed alone. With more, requests that wait together form one batch, which always
+has `rows` rows (missing rows repeat the first): so the shape of matrix products, and with it their rounding, does not
+depend on other clients. A request of several rows, which clients of this project send, is a batch of its own.
 
 At the path /vla-eval the same port speaks the protocol of vla-evaluation-harness (`embodied.rollout.vla_eval`). Beside
 the websockets it answers GET /healthz and /health, and GET /metrics with counts and latencies as JSON.
@@ -90,7 +90,7 @@ class _Times:
     latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     """From a request's arrival to its answer."""
     computing_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Of each batch."""
+    """Seconds of computing each batch."""
     requests: int = 0
     refused: int = 0
     rows: int = 0
@@ -138,7 +138,7 @@ class PolicyServer:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What clients are told first. An evaluation keeps it: it says what decides, not on which machine."""
+        """Metadata that clients receive first. An evaluation keeps it: it identifies the policy, not the machine."""
         spec, config = self._loaded.spec, self._loaded.config
         read = [name for name in config.policy.reads if name != "episode"]
         conventions: dict[str, str] = {"gripper": config.env.gripper}

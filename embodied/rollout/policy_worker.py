@@ -76,7 +76,7 @@ class ActingPolicy(WeightsLoader):
         return self._sampler.sample(request)
 
     def value(self, inputs: Inputs) -> Tensor:
-        """[B] the value of each observation before anything is done there."""
+        """[B] value of each observation, before an action is executed."""
         value = value_of(self.policy, inputs)
         return value if value.ndim == 1 else value[:, 0]
 
@@ -107,7 +107,7 @@ class ActingPolicy(WeightsLoader):
         self._sampler = sampler_of(policy, self._settings.seeds, self._settings.published, publishes=self.rank == 0)
 
     def at_version(self, version: int) -> None:
-        """Decide by the weights as they are, in which there are so many updates."""
+        """Decide with the current weights, which contain `version` updates."""
         self.version = version
         self._sampler.at_version(version)
 

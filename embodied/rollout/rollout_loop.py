@@ -122,7 +122,7 @@ class PolicyClient(Protocol):
         ...
 
     def values(self, inputs: Inputs, deadline_s: float) -> Tensor:
-        """[B] the value of each observation before anything is done there."""
+        """[B] value of each observation, before an action is executed."""
         ...
 
 
@@ -173,7 +173,7 @@ class RolloutLoop:
         """Serve the group that is ready first until all are `done`; then wait until every group has been stepped, and
         has its observations.
 
-        A group that is done goes on deciding, where it `may_decide`, while others are not done.
+        A group that is done continues to decide, if it `may_decide`, while others are not done.
         """
         unfinished = {group.number for group in self.groups}
         resting: set[int] = set()

@@ -155,8 +155,8 @@ class RolloutWorker:
         """Roll out until every environment has ended its episodes of the part; `trajectories` returns these.
 
         Episodes are counted from the iteration's beginning, which is the part that starts at 0. Environments that are
-        done early go on, until they have ended `limit` episodes, and rest. Their decisions beyond this part are kept
-        for the next calls. Raises what `Farm.collect` raises.
+        done early continue until they have ended `limit` episodes, and then rest. Their decisions beyond this part are
+        kept for the next calls. Raises what `Farm.collect` raises.
         """
         with self._affinity.applied():
             begin = self._begin_rollout()

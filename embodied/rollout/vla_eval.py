@@ -1,12 +1,12 @@
-"""Messages of vla-evaluation-harness (the package vla-eval) and what they say in the policy server's words.
+"""Messages of vla-evaluation-harness (the package vla-eval), converted to and from the policy server's.
 
 Its client opens a websocket at the path `/vla-eval`, says `hello`, and then for each episode `episode_start`, an
 `observation` before every env step, and `episode_end`. The server answers `hello`, and each observation with an
 `action`: of a chunk one env step after the other, as that harness's own servers do, and anew with each episode.
 
 A message is a msgpack map of `type`, `payload`, `seq` and `timestamp`; an array is a map of its bytes, dtype and shape,
-a picture one of a PNG's or JPEG's bytes. Of an observation are read `images` (in their order those of the policy's
-cameras), `states` (as `proprio`) and `task_description` (as the instruction).
+a picture is a map of a PNG's or JPEG's bytes. Three entries of an observation are read: `images` (in the order of the
+policy's cameras), `states` (as `proprio`) and `task_description` (as the instruction).
 
 Its hello names the benchmark. Those of LIBERO's robot show pictures `rotated`, and take the gripper as the simulator
 does: both are converted from what a policy of LIBERO was trained under (`conversion`).

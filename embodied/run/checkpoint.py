@@ -10,11 +10,11 @@
         optimizer/                 instead of that, where ranks hold shards: what each of them has written
         state.json                 iteration, counters, configuration of the policy
         environments.safetensors   each environment's episode and its executed actions
-      latest                       text: the newest one's name, for people and scripts; nothing here reads it
+      latest                       text: the newest one's name, for people and scripts; this project does not read it
       best                         text: the name of the best by evaluations during training, where there were any
-      000140.damaged/              what a resumed run found damaged and did not go on from
-      .000140.partial/             what is being written
-      .000140.replaced/            what that takes the place of; whole, and put back where that did not happen
+      000140.damaged/              a checkpoint that a resumed run found damaged and skipped
+      .000140.partial/             a checkpoint that is being written
+      .000140.replaced/            the checkpoint that it replaces; whole, and put back if the replacement failed
 
 A checkpoint is written aside and renamed, so that a crash leaves none or a whole one. Before a tensor of it
 is read, every file is compared with the manifest; what is read is checked before any of it is used.
@@ -214,9 +214,9 @@ def partial_folder(root: Path, state: RunState) -> Path:
 
 
 def complete(partial: Path) -> Path:
-    """Make a checkpoint of which every file has been written the latest. Returns its folder.
+    """Make a completely written checkpoint the latest. Returns its folder.
 
-    One of the same name, written before a resume, stays whole until the new one is there.
+    A checkpoint of the same name, written before a resume, stays whole until the new one replaces it.
     """
     root, name = partial.parent, partial.name.split(".")[1]
     final, replaced = root / name, root / f".{name}.replaced"

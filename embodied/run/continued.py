@@ -1,9 +1,9 @@
-"""A run that goes on: it keeps its settings, but for those that are typed again, and its folder says when they changed.
+"""A resumed run: it keeps its settings, except those that are typed again, and its folder records when they changed.
 
     RUN/config.yaml                 the settings that it trains with now
     RUN/config.until-000040.yaml    those of its iterations up to the 40th, where they were others
 
-What would make untrue what the run has recorded is refused by its name: another seed, task or policy.
+Changes that would make the run's records untrue are refused by name: another seed, task or policy.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ VERBS = {"rl": "train", "sft": "sft"}
 AMOUNTS = {"rl": "iterations", "sft": "steps"}
 """The unit of progress of a stage, in the plural."""
 SCHEDULES = {"rl": "constant", "sft": "linear"}
-"""What optim.lr_schedule None stands for."""
+"""The schedule that an unset optim.lr_schedule means, by the run's stage."""
 EARLIER = "config.until-"
 """Begins the name of the file with the settings of earlier iterations."""
 LEARNING = ("workflow", "rollout", "advantage", "loss", "optim", "reward")
 """Sections of settings that decide what is learned."""
 FIXED = ("seed", "env", "extra_tasks", "policy")
-"""Settings, and sections, of which a run has one value from its beginning to its end."""
+"""Settings, and sections, whose values a run keeps from its beginning to its end."""
 ELSEWHERE = ("policy.device", "policy.replicas")
 """Settings of these sections that say where something is computed."""
 LEARNED_FROM = (
@@ -101,11 +101,11 @@ def typed_keys(words: Iterable[str]) -> frozenset[str]:
 
 
 def continued(given: Config, run_dir: Path, typed: Collection[str], source: str, stage: str = "rl") -> Config:
-    """The settings with which the run in the folder goes on: its own, and of the `given` ones those whose keys were
-    `typed`. Where the others, of the configuration `source`, differ from the run's, that is said.
+    """The settings with which the run in the folder is resumed: its own, and those of the `given` ones whose keys were
+    `typed`. If other settings of the configuration `source` differ from the run's, a line is printed.
 
-    A run that has done all of its iterations goes on to those of the configuration, where these are more and no
-    learning rate falls with them. Raises `UserError` where the run's settings name code that the given ones do not.
+    A run that has done all of its iterations continues to the configuration's number, if that is larger and no learning
+    rate falls with it. Raises `UserError` where the run's settings name code that the given ones do not.
     """
     recorded = recorded_settings(run_dir)
     refuse_code(recorded, run_dir / CONFIG, given.named_code)
@@ -163,8 +163,8 @@ def is_fixed(key: str, stage: str, incidental: Collection[str] = ()) -> bool:
 
 
 def refuse_fixed(found: Iterable[Change], kind: str, run_dir: Path, iteration: int, stage: str) -> None:
-    """Raise `UserError` where one of the changes is of a setting of which a run has one value. `kind` is that of the
-    run's policy."""
+    """Raise `UserError` if one of the changes concerns a setting that is fixed for a run. `kind` is that of the run's
+    policy."""
     # Where a run began `begun_from` has looked at.
     refused = [one for one in found if one.key != "policy.init" and is_fixed(one.key, stage)]
     if refused:
@@ -204,8 +204,8 @@ def note_changes(config: Config, run_dir: Path, iteration: int, stage: str) -> N
 
 
 def _refuse_after_end(found: Sequence[Change], run_dir: Path, iteration: int, amount: int, stage: str) -> None:
-    """Raise `UserError` where settings of what is learned change, or fewer iterations are asked for than are done, and
-    none follows: the run would be said to have been trained otherwise than it was."""
+    """Raise `UserError` if no iteration follows and settings of learning change, or fewer iterations are requested than
+    are done: the run's records would describe another training than the real one."""
     kept = [one for one in found if one.key.partition(".")[0] in (*LEARNING, "iterations", "sft")]
     if iteration < amount or not kept:
         return
@@ -217,7 +217,7 @@ def _refuse_after_end(found: Sequence[Change], run_dir: Path, iteration: int, am
 
 
 def _further(iteration: int, stage: str) -> str:
-    """The option by which a run goes on."""
+    """The option that lets a run continue."""
     return f"{'--sft.steps' if stage == 'sft' else '--iterations'} {2 * iteration}"
 
 
@@ -247,7 +247,7 @@ def _amount(config: Config, stage: str) -> int:
 
 
 def _share(config: Config, done: int, stage: str) -> float:
-    """Share of the learning rate that falls to zero, after so many iterations."""
+    """Share of the learning rate that is left after `done` iterations (or steps), if it falls to zero."""
     amount = _amount(config, stage)
     return config.optim.fallen(min(done, amount), amount, SCHEDULES[stage])
 
@@ -285,9 +285,9 @@ def _earlier(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def command(run_dir: Path, runs_dir: Path, source: str | None, config: Config, stage: str = "rl") -> str:
-    """The command that goes on with the run, as it is typed in the current folder.
+    """The command that resumes the run, as it is typed in the current folder.
 
-    `source` names the configuration that the run began with; None: it is not known.
+    `source` names the configuration that the run began with; None: unknown.
     """
     known = source is not None and (Path(source).is_file() or (CONFIGS / f"{source}.yaml").is_file())
     begun = str(source if known else run_dir / CONFIG)

@@ -33,7 +33,7 @@ from policies import registry
 ELSEWHERE = "make it writable, or choose another place with --runs-dir"
 METRICS, OWNER = "metrics.jsonl", ".owner"
 TRACKED = ("tensorboard", "trackers.json")
-"""What trackers keep of a run in its folder, and go on with."""
+"""Files of trackers in a run's folder, with which they continue."""
 
 
 def lasting_root(run_dir: Path) -> Path:
@@ -134,10 +134,10 @@ def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
 
 
 def begun_from(config: Config, runs_dir: Path, resume: bool, stage: str = "rl") -> Config:
-    """`with_init` for a run; one that goes on keeps what it once began from.
+    """`with_init` for a run; a resumed run keeps its `policy.init`.
 
-    It needs nothing of that any more, unless it is drawn towards it: raises `UserError` where that is gone. Also where
-    the run has another seed, task or policy, before anything is checked of the one that is asked for.
+    The files of `policy.init` are then needed only for a reference policy: raises `UserError` if they are missing. Also
+    raises it if the run has another seed, task or policy, before other checks.
     """
     run_dir = runs_dir / (config.name or "")
     if not (resume and config.name and has_checkpoint(run_dir)):
@@ -215,14 +215,15 @@ def _unwritable(run_dir: Path, error: OSError) -> UserError:
 
 
 def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") -> Path | None:
-    """Fill the run's folder and save the configuration; with `resume`, the checkpoint to go on from, if any.
+    """Fill the run's folder and save the configuration. With `resume`, returns the checkpoint to continue from, if any.
 
-    It is the newest that is whole; damaged newer ones are set aside. Without any, the run begins anew, and what it had
-    recorded is kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Either is reported. The caller owns the folder.
+    This is the newest whole checkpoint; damaged newer ones are set aside. Without a checkpoint, the run begins anew,
+    and its earlier records are kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Both cases are reported. The caller
+    owns the folder.
 
-    What the run goes on with that is other than it was is said and recorded (`continued.note_changes`). Raises
-    `UserError` when there is a run and it is not to be resumed, if it is of another stage, if a setting is another that
-    has one value in a run, if it has checkpoints and none is whole, or if the folder cannot be written.
+    Changed settings are printed and recorded (`continued.note_changes`). Raises `UserError` if there is a run and it is
+    not to be resumed, if it is of another stage, if a setting changes that is fixed for a run, if it has checkpoints
+    and none is whole, or if the folder cannot be written.
     """
     if not resume and run_dir.exists() and (not run_dir.is_dir() or any(p.name != OWNER for p in run_dir.iterdir())):
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
@@ -288,10 +289,10 @@ def has_content(run_dir: Path) -> bool:
 def open_run_folder(
     config: Config, source: str, runs_dir: Path, resume: bool, stage: str
 ) -> Iterator[tuple[Path, Path | None]]:
-    """The run's folder, which this process alone trains into, and the checkpoint to go on from, if any.
+    """The run's folder, which only this process trains into, and the checkpoint to continue from, if any.
 
-    A run that ends before its end says the command that goes on with it, where it has a checkpoint. One that fails
-    before it has done anything leaves nothing worth a name.
+    If a run stops early and has a checkpoint, the command that resumes it is printed. A run that fails before it has
+    done anything leaves no folder.
     """
     if resume and config.name is None:
         raise UserError("--resume auto goes on with a run that has a name; say which with --name")

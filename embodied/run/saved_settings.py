@@ -13,10 +13,10 @@ CONFIG = "config.yaml"
 
 
 def settings_of(run: str, runs_dir: Path, code: Collection[str] = ()) -> Config:
-    """The configuration of a run's folder, or, where there is no such run, of a configuration called so.
+    """The configuration of a run's folder or, if there is no such run, the configuration of this name.
 
-    Raises `UserError` where there is neither, and where a run's names other `code` than is allowed here: its folder may
-    come from elsewhere.
+    Raises `UserError` if neither exists, and if a run's configuration names other code than `code` allows: its folder
+    may come from others.
     """
     folder = find_run(run, runs_dir)
     if folder is None:

@@ -39,7 +39,7 @@ class NodeInfo:
     """The name from `ray start --node-name`, or else the host's name."""
     address: str
     cores: int
-    """CPU cores that Ray may give to workers there; on the client's node, those that this process may use."""
+    """CPU cores that Ray may give to workers on the node; on the client's node, cores that this process may use."""
     accelerators: int
     memory_bytes: int
     """Memory that Ray may give to workers: the machine's memory less the object store."""
@@ -96,7 +96,7 @@ class Runtime(Protocol):
 
     def far_host(self, physics_nodes: Sequence[str]) -> Host:
         """A host for one task of a farm whose physics worker i is on the node with the id `physics_nodes[i]` ('': this
-        one); the others are `host`'s. Raises `FarmError` for a node that is not there."""
+        one); the other workers are `host`'s. Raises `FarmError` for an unknown node."""
         ...
 
     def nodes(self) -> tuple[NodeInfo, ...]:

@@ -43,8 +43,8 @@ def bind(rank: int) -> None:
 
 
 def is_bound() -> bool:
-    """True if this process has had a rank's shards. It cannot be another rank of as many: torch 2.13 remembers which
-    part of a tensor was its own, beyond the group, and `torch.distributed.checkpoint` then leaves zeros."""
+    """True if this process has had a rank's shards. It cannot become another rank of a group of the same size: torch
+    2.13 remembers its part of a tensor beyond the group, and `torch.distributed.checkpoint` then leaves zeros."""
     return bool(_bound)
 
 
@@ -267,7 +267,7 @@ class Ranks:
         return result
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.sum_numbers({"here": 1.0})
 
     @contextmanager

@@ -240,7 +240,7 @@ class Relay(Worker):
         return bool(self._in_flight)
 
     def close(self) -> None:
-        """Nothing to release here; the host releases the far end."""
+        """Nothing to release in this process; the host releases the far end."""
 
     def _send(self) -> int:
         requested = self.slots["requested"][self._envs]
@@ -321,7 +321,7 @@ def pack_request(slots: Slots, envs: Int) -> bytes:
 
 
 def pack_opening(slots: Slots, envs: Int) -> bytes:
-    """The state of `envs`, so that a new far end can replay them; nearly empty for those that have not begun."""
+    """The state of `envs`, so that a new far end can replay them; nearly empty for episodes still to begin."""
     # `requested` first: a pending environment is not touched by the client any more, one that is not pending is
     # replayed from fields that only this side writes.
     requested = slots["requested"][envs]

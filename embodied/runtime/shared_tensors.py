@@ -1,7 +1,7 @@
 """Tensors that one process publishes in shared memory, for all processes of its machine; copies for other machines.
 
 A `TensorPublisher` writes them once, whatever their size; a receiver gets `SharedTensors` and maps them. On another
-machine a process fetches their bytes in parts and publishes them there.
+machine a process fetches their bytes in parts and publishes them on that machine.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ class IterationEnd:
     row: dict[str, float]
     """The iteration's metrics by name (docs/metrics.md)."""
     stopping: str | None = field(default=None, init=False)
-    """Reason of `stop`; None: the run goes on."""
+    """Reason of `stop`; None: the run continues."""
     saving: bool = field(default=False, init=False)
     """True after `save`."""
 
     def log(self, name: str, value: float) -> None:
-        """Record a metric of your own, in metrics.jsonl and wherever the run is tracked. Raises `ValueError` for the
-        name of a metric that is there."""
+        """Record a metric of your own, in metrics.jsonl and in every tracker of the run. Raises `ValueError` for the
+        name of an existing metric."""
         if name in self.row:
             raise ValueError(f"the metric {name} is there already: choose another name, my/{name} for example")
         self.row[name] = float(value)

@@ -119,7 +119,7 @@ class FailedWrites:
 
 @dataclass
 class RunCheckpoints:
-    """The checkpoints of one run while it trains. Where one cannot be written the run goes on and tries the next."""
+    """The checkpoints of one run while it trains. If one cannot be written, the run continues and tries the next."""
 
     config: Config
     run_dir: Path
@@ -136,7 +136,7 @@ class RunCheckpoints:
     _stall_s: float = 0.0
     """Seconds for which the run stood still for checkpoints since the last row of metrics."""
     _write_s: float = 0.0
-    """Seconds of writing complete checkpoints since then, while the run went on."""
+    """Seconds of writing complete checkpoints since then, while the run continued."""
     _begun_s: float = field(default_factory=time.monotonic)
     """When the last one was begun."""
     _copied_s: float = 0.0
@@ -171,7 +171,7 @@ class RunCheckpoints:
         self.report_selection()
 
     def save(self) -> None:
-        """Begin to write one that stays, unless it is there."""
+        """Begin to write a checkpoint that is kept, unless it exists."""
         root = lasting_root(self.run_dir)
         if self.whole != self.position.iteration and self._in_flight != (root, self.position.iteration):
             self._save(root)
@@ -215,8 +215,8 @@ class RunCheckpoints:
         return f"iteration {self.whole} is kept" if self.whole >= 0 else "no iteration is kept"
 
     def finish(self) -> None:
-        """Write and evaluate the last one, without which a run has not ended. Raises `CheckpointError` where it cannot
-        be written, also when that is tried again."""
+        """Write and evaluate the last checkpoint, which every finished run needs. Raises `CheckpointError` if it cannot
+        be written, also at a second try."""
         if not (self.save_whole() or self.save_whole()):
             raise self._failed_writes.error()
         self._select(last=True)
@@ -248,7 +248,7 @@ class RunCheckpoints:
         self._select()
 
     def report_selection(self, block: bool = False) -> None:
-        """Report the evaluation in the background, if it is complete. If its process is gone, evaluate here."""
+        """Report the evaluation in the background, if it is complete. If its process is gone, evaluate in this one."""
         pending = self.selection.pending
         if pending is None:
             return

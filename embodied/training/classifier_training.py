@@ -1,6 +1,6 @@
 """Training a success classifier from recorded episodes: what `embodied reward` does.
 
-A frame is positive if it is among the last of a successful episode, and negative otherwise. Half of every batch is
+A frame is positive if it is among the last of a successful episode, else negative. Half of every batch is
 positive. Whole episodes are held out, and the classifier is measured on them.
 """
 
@@ -158,7 +158,7 @@ def _divided(labelled: Labelled, settings: ClassifierTraining) -> tuple[Index, I
 
 
 def _batches(labelled: Labelled, rows: Index, settings: ClassifierTraining) -> Iterator[Index]:
-    """The rows of each step: as many positive as negative, drawn by the seed and the step's number."""
+    """The rows of each step: half positive and half negative, drawn by the seed and the step's number."""
     positive = labelled.positive[rows]
     kinds, half = (rows[positive], rows[~positive]), settings.batch // 2
     for step in range(settings.steps):

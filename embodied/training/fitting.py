@@ -22,8 +22,8 @@ from sim_farm.workers.hosts import InProcess
 def check_fits(config: Config, begun: Path | None = None) -> None:
     """Check the policy's actions and observations against the run's tasks, and build it where that reads no weights;
     `begun`: the checkpoint that it is filled with must be of these sizes. A task whose simulator takes seconds counts
-    with what is known of it: its actions are real numbers, and it has what the policy reads. Of a simulator that is not
-    this project's nothing is known before its workers start.
+    with what is known of it: its actions are real numbers, and it has what the policy reads. About a simulator from
+    outside this project, nothing is known before its workers start.
 
     Raises `UserError` or `PolicyError`.
     """

@@ -3,7 +3,7 @@
     [ minibatch of rows -> this rank's share, in micro-batches -> Imitates.imitate -> backward ] -> norm -> step
 
 The rows of a step and the noise of its loss are functions of the seed and the step's number. They are the same for
-every number of ranks, of which each reads its own share.
+every number of ranks; each rank reads its own share.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Imitator(TrainedPolicy):
 
 
 def _other_statistics(policy: Policy, init: Path | None) -> str:
-    """How to learn with the statistics of the demonstrations."""
+    """Advice on how to learn with the statistics of the demonstrations."""
     own = f"--policy.options.{policy.own_units}" if isinstance(policy, HasUnits) else ""
     if init is not None:
         more = f", with {own}" if own else ""

@@ -22,7 +22,7 @@ COUNTS = (
     Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, those learned from."),
     Metric("wall_s", "s", "Time since the run began, pauses between sessions left out."),
 )
-"""What every row has."""
+"""Metrics that every row has."""
 METRICS = (
     Metric("env/episodes", "episodes", "Episodes that ended in the rollout."),
     Metric("env/success_once", "share", "Those of them that were solved at some env step."),
@@ -106,7 +106,7 @@ def _mean_of_recent(values: Collection[float]) -> float:
 
 
 def _of_tasks(summary: RolloutSummary, run: RunSpec) -> dict[str, float]:
-    """Success of each task of a run that has several; of one of which no episode ended it is not known."""
+    """Success of each task in a run of several tasks; unknown for a task in which no episode ended."""
     tasks = [task.env.task for task in run.tasks]
     if len(tasks) == 1:
         return {}

@@ -222,8 +222,8 @@ class TrainingLoop:
                 tell(f"cannot write {self.run_dir / 'trace.json'} ({error.strerror}): the run is without a timeline")
 
     def _before_update(self, defer: Callable[[], None]) -> None:
-        """Between rollout and update: from now on the iteration has to be completed, and until it is, learner and
-        environments belong to different iterations, of which no checkpoint can be written."""
+        """Called between rollout and update. From now on the iteration has to be completed: until then, learner and
+        environments belong to different iterations, and no checkpoint can be written."""
         self._memory.measure()
         faults.point("driver", "update")
         defer()

@@ -110,12 +110,12 @@ def check_begun(config: Config, run_dir: Path | None = None) -> None:
 
 
 def goes_on(run_dir: Path) -> bool:
-    """True if the run has a checkpoint to go on from."""
+    """True if the run has a checkpoint to continue from."""
     return any(checkpoint.latest(root(run_dir)) for root in (lasting_root, interim_root))
 
 
 def say_conventions(config: Config, folder: Path) -> None:
-    """Log in which conventions the policy of the checkpoint `folder` acts otherwise than it was trained."""
+    """Log the conventions in which the policy of the checkpoint `folder` acts differently from its training."""
     for note in notes_on(folder, config):
         _say(note)
 
@@ -189,7 +189,7 @@ def _check_problems(config: Config, task: str) -> None:
 
 
 def _check_options(kind: str, architecture: Mapping[str, Any]) -> None:
-    """`registry.check`, with the way to leave an option away that the configuration names."""
+    """`registry.check`; its errors also say how to leave out an option that the configuration names."""
     try:
         registry.check(kind, architecture)
     except PolicyError as error:

@@ -82,15 +82,15 @@ class Selection:
         self._room = room if self._protocol is not None else None
 
     def close(self) -> None:
-        """Give up the pending evaluation; a run that goes on completes it."""
+        """Give up the pending evaluation; a resumed run completes it."""
         self._pending = self._room = None
         if self._process is not None:
             self._process.close()
         self._process = None
 
     def begin(self, iteration: int) -> None:
-        """Forget what came after the iteration that the run goes on from; where nothing is to be evaluated any more,
-        also which checkpoint was the best."""
+        """Drop the results after the iteration that the run is resumed from. If no evaluation is configured any more,
+        also drop the best checkpoint."""
         if self._protocol is None and not (self._run_dir / SELECTION).exists():
             return
         with MetricsWriter(self._run_dir, self._tracking, SELECTION) as record:
@@ -123,7 +123,7 @@ class Selection:
 
     @property
     def in_background(self) -> bool:
-        """True if checkpoints are evaluated while the run goes on."""
+        """True if checkpoints are evaluated while the run continues."""
         return self._room is not None
 
     @property

@@ -122,7 +122,7 @@ class StandstillWatch:
 
 
 def _unlearned(row: Mapping[str, Any], config: Config) -> str:
-    """Cause for which an iteration has not changed the policy, with the usual way on; empty where it has."""
+    """Cause why an iteration left the policy unchanged, with the usual remedy; empty if the policy changed."""
     if "learner/steps" not in row:  # of a record that does not say it
         return ""
     if _only_broken(row):
@@ -154,7 +154,7 @@ def _outcomes(row: Mapping[str, Any]) -> str:
 
 
 def _way_on(row: Mapping[str, Any], config: Config) -> str:
-    """What to do where all episodes of each episode group came out alike."""
+    """Advice if all episodes of each episode group had the same outcome."""
     success, settings = row.get("env/success_once"), config.advantage
     if success == 1:
         return "Every episode is solved: take a harder task, or end the run (--stop-at-success)"
@@ -177,12 +177,12 @@ def _way_on(row: Mapping[str, Any], config: Config) -> str:
 
 @dataclass
 class BrokenWatch:
-    """Ends a run of which every episode is broken. A fault that the task has named is certain after `FAULTY` episodes;
-    numbers that are not finite may be the work of a lost worker, and have to last for `STANDSTILL` iterations
+    """Ends a run in which every episode is broken. A fault that the task has named is certain after `FAULTY` episodes;
+    numbers that are not finite may come from a lost worker, and have to last for `STANDSTILL` iterations
     (docs/decisions/0205-one-watch-for-broken-episodes.md)."""
 
     _iterations: int = 0
-    """Last iterations in a row of which every episode was broken."""
+    """Number of latest iterations in a row in which every episode was broken."""
     _some_whole: bool = False
     """True if an iteration had an episode that was whole."""
     _faulty: int = 0

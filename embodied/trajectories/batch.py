@@ -138,7 +138,7 @@ class Trajectories:
     truncated: Tensor
     """[T, B] bool, the decision ended its episode."""
     final_value: Tensor
-    """[T, B] value of the ended episode's own final observation (of the first action there); zero elsewhere."""
+    """[T, B] value of the ended episode's own final observation (of its first action); zero where no episode ended."""
     last_value: Tensor
     """[B] value of the observation after the last decision (of the first action there)."""
     version: int

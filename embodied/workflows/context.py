@@ -31,7 +31,7 @@ class WorkerContext:
     rounds: int = 0
     """Decisions of each environment that the trajectory memory holds."""
     rank: int = 0
-    """Which of the component's instances this is."""
+    """Number of this instance among the component's instances."""
     ranks: int = 1
     """Number of instances."""
     shares: bool = False

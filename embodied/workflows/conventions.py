@@ -51,7 +51,7 @@ def trained_under(folder: Path) -> Config | None:
 
 
 def differences(trained: Config, here: Config) -> list[Difference]:
-    """The conventions in which a policy that was `trained` so acts otherwise `here`, each once."""
+    """The conventions that differ between a policy's training (`trained`) and its use (`here`), each once."""
     found = [difference for task in tasks_of(here) for difference in _in_task(trained, task)]
     return list({difference.setting: difference for difference in reversed(found)}.values())[::-1]
 
@@ -80,8 +80,8 @@ def check_checkpoint(folder: Path, here: Config, remedy: str = "", protocol: str
 
 
 def notes_on(folder: Path, here: Config) -> list[str]:
-    """A sentence for each convention in which a checkpoint's policy acts otherwise `here`; or that its training is not
-    recorded."""
+    """A sentence for each convention in which a checkpoint's policy acts differently `here`, or a sentence that its
+    training is not recorded."""
     trained = trained_under(folder)
     if trained is None:
         return [_unrecorded(folder, here)]
@@ -166,7 +166,7 @@ def _in_task(trained: Config, here: Config) -> Iterator[Difference]:
 
 
 def _turned(orientation: Any, here: Config) -> bool:
-    """True if frames of this orientation look otherwise than those here."""
+    """True if frames of this orientation look different from the environment's."""
     both = {orientation, here.env.orientation}
     if len(both) == 1 or both != {"upright", "stock"}:
         return len(both) > 1
@@ -175,7 +175,7 @@ def _turned(orientation: Any, here: Config) -> bool:
 
 
 def _other_mode(mode: str | None, here: Config) -> bool:
-    """True if the control mode is another one than that here; None is the simulator's default."""
+    """True if the control mode differs from the environment's; None is the simulator's default."""
     both = {mode, here.env.control_mode}
     return len(both) > 1 and (None not in both or _described(here).spec.control_mode not in both)
 

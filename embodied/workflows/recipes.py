@@ -96,9 +96,9 @@ class Recipe:
     loop: tuple[str, ...]
     """Components of the rollout loop, in order; the last one infers the actions."""
     rollout: Literal["decisions", "episodes"]
-    """A rollout is so many decisions of every environment, or whole episodes that come in episode groups."""
+    """Unit of a rollout: a number of decisions of every environment, or whole episodes that come in episode groups."""
     estimator: str | Estimator
-    """A name in `embodied.algorithms.estimators.ESTIMATORS`, or a function like those there."""
+    """A name in `embodied.algorithms.estimators.ESTIMATORS`, or a function like its entries."""
     critic: bool
     """True if a value function is trained."""
     objective: str | Objective = "ratio"

@@ -131,12 +131,12 @@ class RunSpec:
 
     @property
     def bootstrap(self) -> str:
-        """Which ended episodes' last observations are valued: none where no critic is trained."""
+        """Kind of ended episodes whose last observations are valued: none if no critic is trained."""
         return self.config.advantage.bootstrap if self.recipe.critic else "never"
 
     @property
     def finals(self) -> str:
-        """Which final frames are drawn (`FarmSpec.final_frames`)."""
+        """Final frames that are drawn (`FarmSpec.final_frames`)."""
         return FINALS[self.bootstrap] if self.images else "never"
 
     @property
@@ -195,7 +195,7 @@ def task_spec(config: Config) -> TaskSpec:
 
 
 def randomisation(config: Config) -> tuple[Perturbation, ...]:
-    """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator has not or
+    """The perturbations that training episodes draw from. Raises `FarmError` for an axis that the simulator lacks or
     the policy cannot notice, and for a level out of range."""
     env = config.env
     pairs = [(axis, level) for axis, levels in env.perturbed.items() for level in levels]

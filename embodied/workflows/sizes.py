@@ -38,7 +38,7 @@ def workflow_of(run: RunSpec, max_episode_steps: Sequence[int]) -> Workflow:
 
 
 def physics_workers_of(config: Config, cores: int) -> int:
-    """Processes that step the environments of each task, without a plan, on so many cores."""
+    """Number of processes that step the environments of each task on `cores` cores, without a plan."""
     return config.farm.physics_workers or (1 if config.runtime.mode == "inline" else cores)
 
 

@@ -16,14 +16,14 @@ from embodied.workflows.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads settings, where not every training run has it."""
+    """A part of a training run that reads settings and that not every run has."""
 
     settings: tuple[str, ...]
     name: str
     there: Callable[[Config, Recipe], bool]
     """True if the run has it."""
     remedy: str = ""
-    """How to have it; empty where the workflow decides."""
+    """How to add this part to the run; empty if the workflow decides."""
 
 
 def _estimators(*names: str) -> Callable[[Config, Recipe], bool]:
@@ -168,7 +168,7 @@ class Reads:
 
 _EPISODES = ("seed", "env", "farm", "policy", "extra_tasks", "runtime")
 _ACTS = ("policy.replicas",)
-"""Of a training run alone: elsewhere one process decides."""
+"""Settings that only a training run reads: in other commands, one process decides."""
 _ITERATIONS = (*_EPISODES, "workflow", "rollout", "advantage", "loss", "optim", "reward", "plan")
 _DURING = ("eval.every",)
 VERBS = {
@@ -216,5 +216,5 @@ def check_read(verb: str, typed: Mapping[str, Any]) -> None:
 
 
 def changed_settings(before: Config, after: Config) -> dict[str, Any]:
-    """The settings of which two configurations have other values, with those of the second."""
+    """The settings whose values differ between two configurations, with the values of the second."""
     return {key: _value(after, key) for key in all_settings() if _value(before, key) != _value(after, key)}

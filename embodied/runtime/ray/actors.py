@@ -49,7 +49,7 @@ PROGRESS = {
 }
 """Time of the process's last progress, by the machine's monotonic clock, which all its processes share; and its pid."""
 SETTLES = 2
-"""Checks of a process's memory, one per iteration, of which the first comes before the first update."""
+"""Checks of a process's memory, one per iteration; the first comes before the first update."""
 REMOVE_S = 1.0
 """Longest wait for processes on other machines to remove their shared tensors."""
 
@@ -226,7 +226,7 @@ def _environment() -> dict[str, str]:
     """Environment variables of a process for a policy worker, the learner or an evaluator.
 
     They share GPUs as the plan says, and so ask Ray for none. Ray then neither deals any out nor hides them, and a
-    number means the same GPU as where the command was typed, also where a cluster was started otherwise.
+    number means the same GPU as where the command was typed, also if the cluster was started differently.
     """
     visible = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
     return {**WAITING, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **visible}
@@ -264,9 +264,9 @@ class WorkerProcess:
         return int(self._pid[0])
 
     def forget(self) -> None:
-        """Remove its shared memory, its published tensors too; the process has ended, or is about to.
+        """Remove the process's shared memory and published tensors; the process has ended, or is about to.
 
-        A stopped process, which does not hear Ray, is ended here.
+        This also ends a stopped process, which does not respond to Ray.
         """
         if self.pid and _is_stopped(self.pid):
             os.kill(self.pid, signal.SIGKILL)

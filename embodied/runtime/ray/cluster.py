@@ -1,4 +1,4 @@
-"""A Ray cluster of which this machine is a node: its machines, its actors, and waits for their results.
+"""A Ray cluster that includes this machine: its machines, its actors, and waits for their results.
 
 Ray starts, places, watches and ends processes. On one machine it takes no part in an env step: farm and workers
 ring each other through shared memory, and Ray carries one call per iteration. A physics worker on another machine
@@ -86,7 +86,7 @@ class RayCluster:
         return bool(self._options)
 
     def start_ray(self) -> None:
-        """Start Ray, or join the cluster, unless that is done: the first actor does, and whoever asks for the nodes.
+        """Start Ray, or join the cluster, unless that is done. The first actor and the first list of nodes call this.
 
         Raises what the class says.
         """
@@ -170,8 +170,8 @@ class RayCluster:
     def actor(
         self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = (), threads: int = 0
     ) -> Any:
-        """A new actor, on this machine or the node with that id, which `close` ends; with `threads`, so many of its
-        calls run concurrently."""
+        """A new actor, on this machine or the node with that id, which `close` ends. At most `threads` of its calls run
+        concurrently."""
         self.start_ray()
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
         if node in (HERE, self.here):
@@ -280,7 +280,7 @@ class RayCluster:
             ) from error
 
     def close(self) -> None:
-        """End every process, and Ray with them where it was started here."""
+        """End every process, and Ray too if this process started it."""
         if self.ray_processes.lost(stopped_s=0) is not None:
             self.ray_processes.end()
         else:
@@ -291,7 +291,7 @@ class RayCluster:
         self._leave()
 
     def _leave(self) -> None:
-        """Remove the files of the Ray that was started here; its logs stay where something has failed."""
+        """Remove the files of the Ray that this process started; its logs stay if something has failed."""
         if self._session is not None:
             self._session.close(keep=isinstance(sys.exception(), Exception))
             self._session = None

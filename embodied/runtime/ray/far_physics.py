@@ -1,4 +1,4 @@
-"""Physics workers on other machines of a Ray cluster: an actor there, behind a relay here."""
+"""Physics workers on other machines of a Ray cluster: an actor on the other machine, behind a relay on this one."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class FarHost:
         return worker
 
     def watch(self) -> None:
-        """Check that the far nodes are there. Raises `WorkerFailed` for one that is lost."""
+        """Check that the far nodes still exist. Raises `WorkerFailed` for a lost one."""
         if time.monotonic() - self._checked_s > NODE_CHECK_S:
             self._checked_s = time.monotonic()
             self.require(list(self._workers))
@@ -115,7 +115,7 @@ class FarHost:
         return self._here.take_replaced()
 
     def close(self) -> None:
-        """The cluster ends the actors, and whoever has made `here` its processes."""
+        """Nothing to end: the cluster ends the actors, and the maker of `here` its processes."""
 
     def start(self, node: NodeInfo) -> Any:
         """A process on the node; one of an earlier farm, if there is one."""

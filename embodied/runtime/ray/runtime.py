@@ -82,8 +82,8 @@ class RayRuntime(RayCluster):
         return FarHost(self, [known.get(place) for place in places], self.host, self._far_idle)
 
     def _known(self, wanted: Sequence[str]) -> tuple[list[str], dict[str, NodeInfo]]:
-        """Ids of nodes, this one's as HERE, and the nodes by id if one of them is another. Raises `FarmError` for one
-        that is not there."""
+        """Ids of nodes, with HERE for this one, and the nodes by id if one of them is another. Raises `FarmError` for
+        an unknown node."""
         places = [HERE if node == self.here else node for node in wanted]
         known = {node.id: node for node in self.nodes()} if any(places) else {}
         for place in places:
