@@ -34,7 +34,7 @@ class Imitates(Protocol):
 
 @runtime_checkable
 class Precomputes(Protocol):
-    """A policy of which a part is not trained, whose outputs need not be computed again for each evaluation."""
+    """A policy with an untrained part, whose outputs need not be computed again for each evaluation."""
 
     def precompute(self, inputs: Inputs) -> Mapping[str, Tensor]:
         """The part of `evaluate` that no trained weight enters; no gradient. Each tensor has B rows.
@@ -133,7 +133,7 @@ class HasAdapter(Protocol):
 
 @runtime_checkable
 class GathersInGroups(Protocol):
-    """A large policy, of which a process that holds a shard need not gather all at once."""
+    """A large policy that processes with shards can gather in groups of modules, instead of all at once."""
 
     def shards(self) -> Sequence[Sequence[nn.Module]]:
         """Groups of modules whose parameters are gathered and freed together where processes hold a shard of each.
@@ -151,7 +151,7 @@ class PublishedWeights:
     """Weights by which another program samples."""
 
     folder: Path
-    """Where they are: what the program reads lies in this folder, and in no other version's."""
+    """Folder of the weights: the program reads only this folder, and no other version's."""
     version: int
     """Number of updates in them."""
 

@@ -65,7 +65,7 @@ class Action:
     log_prob: Tensor
     """[B, C, A] float32, per element; the loss reduces it to its unit."""
     value: Tensor
-    """[B] float32, the expected return from here; or [B, C], from each action of the chunk on."""
+    """Expected return, float32: [B] from the observation on, or [B, C] from each action of the chunk on."""
     trace: Mapping[str, Tensor]
     """Tensors that `evaluate` needs to score the same decision again; each tensor has B rows."""
 
@@ -110,8 +110,7 @@ class PolicySpec:
     cameras: tuple[str, ...] = ()
     image_size: int = 128
     horizon: int = 0
-    """Actions that a decision predicts, of which the first C are executed; 0: C, or as many as the policy's checkpoint
-    says."""
+    """Actions that a decision predicts; the first C are executed. 0: the number in the policy's checkpoint, else C."""
     discrete_actions: int = 0
     """Choices of an action that is one: `action_dim` is then 1, and an action the number of the choice, from 0. 0:
     actions are real numbers."""

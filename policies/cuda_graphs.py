@@ -91,7 +91,7 @@ class Recording:
     given: list[Tensor]
     returned: list[Tensor]
     shape: Hashable
-    """What `taken_apart` leaves of the returned value."""
+    """The returned value without its tensors (`taken_apart`)."""
 
 
 class Recordings:
@@ -172,7 +172,7 @@ def _called(function: Callable[..., Any], module: nn.Module, tensors: list[Tenso
 
 @dataclasses.dataclass(frozen=True)
 class Nest:
-    """A tuple, list, dictionary or dataclass, of which tensors are left out."""
+    """A tuple, list, dictionary or dataclass without its tensors."""
 
     kind: type
     names: tuple[Any, ...]
@@ -182,7 +182,7 @@ class Nest:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tensor belongs."""
+    """A place that a tensor belongs to."""
 
     number: int
 
@@ -209,7 +209,7 @@ def taken_apart(value: Any) -> tuple[list[Tensor], Hashable]:
 
 
 def put_together(tensors: list[Tensor], shape: Any) -> Any:
-    """The value of which `taken_apart` made these."""
+    """Rebuild the value that `taken_apart` took apart."""
     if isinstance(shape, Place):
         return tensors[shape.number]
     if not isinstance(shape, Nest):

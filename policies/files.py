@@ -45,7 +45,7 @@ DCP_PART = re.compile(r".*\.distcp")
 SHARD_FOLDERS = ("actor", "model_state_dict", "local_shard_checkpoint", "dcp_checkpoint")
 """Folders within a checkpoint's in which they lie."""
 TRAINING_STATE = re.compile(r"(optimizer|optim|scheduler|scaler|rng_state|random_states|training_args)(_?\d+)*\..*")
-"""Names of files that programs leave for going on with a training: no policy acts with what is in them."""
+"""Names of files that programs keep for resuming a training: no policy needs them to act."""
 LARGEST_JSON = 2**27
 """Bytes; a tokenizer has some millions."""
 SHOWN_ERROR = 500
@@ -165,7 +165,7 @@ class Shards:
         return found
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors into `folder`, in as many files as they are in here, with an index."""
+        """Write the tensors into `folder`, divided into files as they are in this folder, with an index."""
         by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in tensors.items():
             by_file[self.files[name]][name] = tensor.detach().cpu().contiguous()
@@ -217,7 +217,8 @@ def check_no_shards(folder: Path) -> None:
 def check_no_other_weights(shards: Shards, known: Iterable[str] = ()) -> None:
     """Raise `PolicyError`, which names the first, if files of weights lie beside the shards that nothing would read.
 
-    `known` are names of files that other code reads. State of a training (optimizer, random numbers) may lie there.
+    `known` are names of files that other code reads. The folder may also hold training state (optimizer,
+    random numbers).
     """
     folder, expected = shards.folder, {*shards.files.values(), *known}
     check_no_shards(folder)

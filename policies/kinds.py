@@ -42,7 +42,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_folders(architecture: Mapping[str, Any]) -> None:
-    """Raise `PolicyError` where `checkpoint` or `adapter` names a folder that is not there."""
+    """Raise `PolicyError` if `checkpoint` or `adapter` names a missing folder."""
     for name in ("checkpoint", "adapter"):
         folder = architecture.get(name)
         if isinstance(folder, str) and folder and not Path(folder).is_dir():

@@ -47,9 +47,9 @@ HUB = re.compile(r"models--(.+?)--(.+)")
 def check_named_base(adapter: Path, named: str, base: Path, state: Mapping[str, Tensor]) -> None:
     """Raise `PolicyError` if an adapter names another base than the one in the folder `base`, which has these tensors.
 
-    A folder that is there is compared tensor by tensor. Of one that is not, and of a name on the Hub, the last part
-    counts: it is compared with the folder's name, with its name in the Hub's cache, and with config.json's
-    `_name_or_path`, unless the folder is called after the base and more, as fine-tunes are.
+    An existing folder is compared tensor by tensor. For a missing folder, and a name on the Hub, the last part of the
+    name is compared with the folder's name, with its name in the Hub's cache, and with config.json's `_name_or_path`,
+    unless the folder's name is the base's name and more, as with fine-tunes.
     """
     there = Path(named).expanduser()
     try:
@@ -194,7 +194,7 @@ SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 INITIALISATIONS = (True, False, "gaussian")
 """Initialisations that leave the base as it is: the others (pissa, olora, ...) move part of it into the adapter."""
 BASE = "base_digest"
-"""Entry of adapter_config.json that says of which base the adapter is. PEFT's own reader passes over it."""
+"""Entry of adapter_config.json that identifies the adapter's base. PEFT's own reader ignores it."""
 
 
 OUTPUT_LAYERS = ("lm_head",)
@@ -208,7 +208,7 @@ Alpha = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class _Said(BaseModel, extra="allow"):
-    """adapter_config.json, as far as it counts here; whatever else is there PEFT judges."""
+    """The entries of adapter_config.json that this project checks; PEFT checks the others."""
 
     r: Rank = 8
     lora_alpha: Alpha = 8
@@ -224,7 +224,7 @@ class AdaptedModel(nn.Module):
 
     @property
     def digested(self) -> tuple[str, ...]:
-        """Tensors of the checkpoint, of which any fine-tuning changes at least one."""
+        """Tensors of the checkpoint that identify it: any fine-tuning changes at least one of them."""
         raise NotImplementedError
 
     def __init__(self) -> None:
@@ -475,7 +475,7 @@ def check_scaling(model: AdaptedModel, folder: Path) -> None:
 
 
 def check_whole(folder: Path, config: dict[str, Any], modules: Iterable[str], layers: Iterable[str]) -> None:
-    """Raise `PolicyError` if target_modules has layers of which the file has no tensors.
+    """Raise `PolicyError` if target_modules has layers without tensors in the file.
 
     `modules` are the layers that it has tensors of, `layers` the names of the linear layers that it could be of."""
     missing = sorted(layer for layer in set(layers) - set(modules) if _targeted(folder, config, layer))

@@ -20,7 +20,7 @@ from policies.files import SINGLE, layout, layouts, read_tensors, shown
 
 
 class PolicyFormat:
-    """What options and the files that they name say of a policy, and how a policy lies on disk.
+    """Reads a policy's properties from its options and files, and reads and writes a policy's folder.
 
     `architecture` are a policy's options by name, before one is built; no method that takes it reads a tensor. The
     methods here are those of this project's own layout: `model.safetensors` with the actor's parameters and all
@@ -37,12 +37,12 @@ class PolicyFormat:
     def check_instructions(
         self, architecture: Mapping[str, Any], instructions: Sequence[str], actions: int, source: str
     ) -> None:
-        """Raise `PolicyError`, which names the rows, where instructions leave no room for so many actions. `source` is
-        the file of the instructions, a row each; the files that the options name are there."""
+        """Raise `PolicyError`, which names the rows, if instructions leave no room for the actions. `source` is the
+        file of the instructions, a row each; the files that the options name must exist."""
 
     def assumed(self, architecture: Mapping[str, Any]) -> Sequence[str]:
-        """Questions that the named files leave open, and a wrong guess of which would fail silently: a sentence for
-        each, with what was taken and the option that decides otherwise."""
+        """Questions that the named files leave open, where a wrong guess would fail silently: a sentence for each, with
+        the assumption and the option that changes it."""
         return ()
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
@@ -68,7 +68,7 @@ class PolicyFormat:
 
     def served_by(self, architecture: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The metadata of the program that decides, as JSON: part of what identifies an evaluation, in place of the
-        `incidental` options. None: decisions are computed here."""
+        `incidental` options. None: this process computes decisions."""
         return None
 
     def restore_arguments(self, folder: Path) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def pillow_resize(frames: Tensor, height: int, width: int, name: Filter) -> Tens
 
 
 def pad(frames: Tensor, vertical: int, horizontal: int, fill: tuple[int, ...]) -> Tensor:
-    """The frames with so many pixels of one colour at both ends of each axis."""
+    """The frames with pixels of one colour added at both ends of each axis."""
     rows, height, width, _ = frames.shape
     padded = frames.new_tensor(fill).expand(rows, height + 2 * vertical, width + 2 * horizontal, 3).clone()
     padded[:, vertical : vertical + height, horizontal : horizontal + width] = frames

@@ -91,7 +91,7 @@ class Differences(Transform):
     """The network says some numbers of its actions as differences to the same numbers of the state."""
 
     def relative(self) -> list[int]:
-        """Which numbers they are."""
+        """Indices of the numbers that the network gives as differences."""
         raise NotImplementedError
 
     def executed(self, actions: Tensor, state: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Card:
 
     def seconds(self, flops: float, nbytes: float, efficiency: float = EFFICIENCY) -> float:
         """Seconds of one computation that reads `nbytes`, by the roofline (Williams et al. 2009): the longer of
-        arithmetic, at a share of the rate, and of memory traffic. Launching kernels takes no time here."""
+        arithmetic, at a share of the rate, and of memory traffic. The time for launching kernels is not counted."""
         return max(flops / (self.flops_per_s * efficiency), nbytes / self.bytes_per_s)
 
 

@@ -47,7 +47,7 @@ class Cluster:
     head_node: str | None = None
     """Node of all components that are not `movable`. None: every component may be on any node."""
     fingerprint: str | None = None
-    """Identity of the hardware, compared with a profile's. None: unknown, for a cluster that is not there."""
+    """Identity of the hardware, compared with a profile's. None: unknown, for a cluster that does not exist."""
     device_link_bytes_per_s: float = float("inf")
     """Bandwidth between two accelerators of a node, each way."""
 

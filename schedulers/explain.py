@@ -103,7 +103,7 @@ def _estimates(problem: Problem) -> list[str]:
 
 
 def _busy(profile: Profile) -> list[str]:
-    """That the machine had other work while it was measured: its times are longer than alone."""
+    """Sentence that the machine had other work while it was measured, so that its times are longer than alone."""
     share = profile.other_programs
     if share is None or share < BUSY_MACHINE:
         return []
@@ -263,8 +263,8 @@ def _bottleneck(plan: Plan, problem: Problem) -> str:
 
 
 def _loop_waits(plan: Plan, problem: Problem) -> list[str]:
-    """What the rollout loop of one task waits for; empty where its components are in one placement, or there are
-    several tasks."""
+    """Sentences on what the rollout loop of one task waits for; empty if its components are in one placement, or there
+    are several tasks."""
     result = []
     for phase in plan.phases:
         cost = phase_costs(plan, phase, problem)
@@ -289,7 +289,7 @@ def _loop_waits(plan: Plan, problem: Problem) -> list[str]:
 
 
 def _unused(plan: Plan, considered: Sequence[Plan], problem: Problem) -> list[str]:
-    """What is left unused, and what the best plan found that uses more of it would take."""
+    """Sentences on unused devices, and on the time of the best plan found that uses more of them."""
     return [_gap_in_words(plan, gap, problem) for gap in unused_devices(plan, considered, problem)]
 
 

@@ -108,7 +108,7 @@ def _text(path: Path) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Object of JSON. Raises `ValueError` for a key that stands there twice, of which one would be ignored."""
+    """Object of JSON. Raises `ValueError` for a key that occurs twice, because one of the two would be ignored."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -51,8 +51,8 @@ class ComponentProfile:
     pool: Pool
     """Kind of device that it computes on."""
     points: tuple[Point, ...]
-    """Times alone on its devices. A loop's component: seconds per chunk step of so many environments; another: seconds
-    per micro-batch of so many items."""
+    """Times alone on its devices. A loop's component: seconds per chunk step by number of environments; another:
+    seconds per micro-batch by number of items."""
     contention: float = 1.0
     """Factor on its times while other components are busy on other devices of the node (memory bandwidth, caches)."""
     variation: float = 0.0
@@ -86,7 +86,7 @@ class ComponentProfile:
     cores. The planner chooses."""
 
     def on(self, pool: Pool) -> ComponentProfile:
-        """Profile on that pool, with this one as its `other_pool`; itself where it was not measured there."""
+        """Profile on that pool, with this one as its `other_pool`; itself if it was not measured on that pool."""
         other = self.other_pool
         if pool == self.pool or other is None or other.pool != pool:
             return self
@@ -171,7 +171,7 @@ class Profile:
     """Share of the cores' time that other programs used while this was measured; None: nobody looked."""
 
     def on_pools(self, pools: Mapping[str, Pool]) -> Profile:
-        """The profile with components on the given pools, by name, as far as they were measured there."""
+        """The profile with components on the given pools, by name, as far as they were measured on them."""
         changed = {name: self.components[name].on(pool) for name, pool in pools.items() if name in self.components}
         return replace(self, components={**self.components, **changed})
 

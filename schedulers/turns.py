@@ -28,7 +28,7 @@ class Turns:
     slots: int
     """Items under way together on one instance."""
     quantiles: tuple[float, ...]
-    """Turns of an item in rising order: equal shares of all items take so many."""
+    """Turns of an item in rising order; each value stands for an equal share of all items."""
 
     @cached_property
     def mean(self) -> float:
@@ -42,7 +42,7 @@ class Turns:
         return np.interp(items, known, self._played) + beyond
 
     def waiting(self, items: float) -> float:
-        """Share of a call in which slots are empty, of as many as it fills at first."""
+        """Share of a call in which slots are empty, out of the slots that it fills at first."""
         passes = float(self.passes(np.array([items]))[0])
         return max(0.0, 1 - items * self.mean / (min(items, self.slots) * passes))
 
@@ -62,6 +62,6 @@ class Turns:
 
 
 def turns_of(lengths: Sequence[float], slots: int, most: int = 128) -> Turns:
-    """The distribution of measured lengths, by at most so many values: each the mean of an equal share of them."""
+    """The distribution of measured lengths, by at most `most` values: each the mean of an equal share of them."""
     parts = np.array_split(np.sort(np.asarray(lengths, dtype=float)), min(most, len(lengths)))
     return Turns(slots, tuple(float(part.mean()) for part in parts))

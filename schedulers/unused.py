@@ -46,10 +46,10 @@ class Unused:
 
 
 def unused_devices(plan: Plan, considered: Sequence[Plan], problem: Problem) -> list[Unused]:
-    """What the plan leaves unused, in the order of pools and phases.
+    """Devices that the plan leaves unused, in the order of pools and phases.
 
-    `considered`: other plans that were found, with predictions. For each placement the plan itself with more devices
-    there is predicted too, as far as that is valid.
+    `considered`: other plans that were found, with predictions. For each placement, the plan itself with more devices
+    for it is predicted too, if that is valid.
     """
     result = []
     for pool in POOLS:

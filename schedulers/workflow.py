@@ -39,9 +39,9 @@ class Edge:
     target: str
     carries: str
     flow: Flow = "barrier"
-    """`micro_batch`: the target begins as soon as a micro-batch is there; `barrier`: when the source is done."""
+    """`micro_batch`: the target begins as soon as a micro-batch is complete; `barrier`: when the source is done."""
     unit: int = 1
-    """Micro-batches are multiples of so many items (complete groups, an optimiser's minibatch)."""
+    """Micro-batches are multiples of this number of items (complete groups, an optimiser's minibatch)."""
 
 
 @dataclass(frozen=True)

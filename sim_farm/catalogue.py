@@ -119,7 +119,7 @@ def exact_split(task: str) -> bool:
 
 
 def foreign_suite(name: str) -> str:
-    """The end of a message about a task or suite of a simulator that has suites, and this one not; empty elsewhere."""
+    """The end of a message about an unknown task or suite of a simulator that has suites; else empty."""
     simulator, _, task = name.partition("/")
     said = CATALOGUE[simulator].other_suites if simulator in CATALOGUE else ""
     suites = dict.fromkeys(known.rpartition("/")[0] for known in task_names(simulator)) if said else {}

@@ -61,7 +61,7 @@ class TaskSpec:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Options of the simulator's own, of those in `Backend.options`: plain values by name."""
     perturbations: tuple[Perturbation, ...] = ()
-    """What episodes may have otherwise; each names one by its index here (`EpisodeSpec.perturbation`), or none."""
+    """Perturbations of the task; an episode names one by its index (`EpisodeSpec.perturbation`), or none."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class PhysicsResult:
     instruction: str
     """Instruction of the robot; constant during an episode, unless its perturbation changes it in the middle."""
     fault: str = ""
-    """Of a result with a number that is not finite: what failed, and where, for the user. Empty: nothing is known."""
+    """Cause of a number that is not finite, for the user: what failed, and where. Empty: unknown."""
 
     @property
     def steps(self) -> int:
@@ -204,21 +204,21 @@ class RecordedPhysics(Physics, Protocol):
 
     def go_on(self, episode: EpisodeSpec) -> None:
         """Reset as the simulator's own recorder does between two episodes of one environment: what such a reset leaves
-        in the simulator (PhysX's contacts, controllers' targets) stays there. A new environment has nothing to leave.
+        in the simulator (PhysX's contacts, controllers' targets) is kept. A new environment has nothing to keep.
         """
         ...
 
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         """Right after a reset: continue from the recorded state `start`, or where the reset led if it is empty.
 
-        The episode ends where its recording does: until `max_episode_steps` it goes on, solved or not. The result has
-        n = 0. Raises `FarmError` that names what of the state the task's scene has not.
+        The episode ends where its recording does: until `max_episode_steps` it continues, solved or not. The result has
+        n = 0. Raises `FarmError` that names the parts of the state that the task's scene lacks.
         """
         ...
 
     def place(self, recorded: SimulatorState) -> PhysicsResult:
-        """Between two steps: put everything to the recorded state, from which the next action goes on; the controllers'
-        targets stay. The result has n = 0. Raises as `begin_at`."""
+        """Between two steps: put everything to the recorded state, from which the next action continues; the
+        controllers' targets stay. The result has n = 0. Raises as `begin_at`."""
         ...
 
     def deviation(self, recorded: SimulatorState) -> float:
@@ -246,8 +246,8 @@ class Renderer(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the replicas and what they are drawn with. Another renderer may be made in the same process later, while
-        its physics goes on; it draws the same."""
+        """Free the replicas and the resources that draw them. Another renderer may be made in the same process later,
+        while its physics continues; it draws the same."""
         ...
 
 
@@ -277,15 +277,15 @@ class TaskFiles:
     """Files, and the instruction, that are not as the benchmark's authors published them: a sentence each. Meshes and
     textures are among them, and not in the digest."""
     instructions: tuple[str, ...] = ()
-    """Where episodes differ in what is asked alone, all that is: the episode of seed s begins with number s modulo
-    their number. Empty elsewhere."""
+    """All instructions, if episodes differ only in their instruction: the episode of seed s begins with number s modulo
+    their number. Else empty."""
     source: str = ""
     """The file that has them, a row each."""
 
 
 Prompt = Literal["intended", "published"]
-"""What a suite of perturbations tells the policy. `intended`: the task's own instruction, and where words are the axis
-those of its task file; `published`: what the suite's own code tells it."""
+"""Instruction that a suite of perturbations gives the policy. `intended`: the task's own instruction, or that of the
+variant's task file if words are the axis; `published`: the instruction of the suite's own code."""
 
 
 @dataclass(frozen=True)
@@ -294,10 +294,10 @@ class PerturbationSuite:
 
     axes: tuple[str, ...]
     table: Callable[[str, Prompt, Sequence[str], Sequence[int]], tuple[Perturbation, ...]]
-    """`(task, prompt, axes, levels)`: the task's perturbations, in the suite's order. Raises `FarmError` where the
-    suite does not have the task, or its files are not here."""
+    """`(task, prompt, axes, levels)`: the task's perturbations, in the suite's order. Raises `FarmError` if the suite
+    lacks the task, or its files are missing."""
     notes: Callable[[Sequence[str]], Sequence[str]]
-    """What is to be known of the suite's perturbations of these tasks: how many are left out, and why."""
+    """Notes on the suite's perturbations of these tasks: how many are left out, and why."""
 
 
 @dataclass(frozen=True)
@@ -325,10 +325,10 @@ class Backend:
     """A scene gives the same picture, to the last bit, in any process of one machine. False: the processes that step
     also draw, and there are no render workers."""
     success_ends: bool = True
-    """An episode ends once its task is solved (`TaskSpec.ignore_terminations` aside). False: it may go on, and be no
+    """An episode ends once its task is solved (`TaskSpec.ignore_terminations` aside). False: it may continue, and be no
     longer solved at its end."""
     ignores_terminations: bool = True
-    """Its episodes can go on once they have terminated (`TaskSpec.ignore_terminations`). False: that is refused."""
+    """Its episodes can continue after they have terminated (`TaskSpec.ignore_terminations`). False: that is refused."""
     quick: bool = False
     """True if an environment is made in a fraction of a second, in any process: a run is then checked against its sizes
     before anything is started."""

@@ -155,7 +155,7 @@ def _perturbation(spec: TaskSpec, index: int | None) -> Perturbation | None:
 
 
 def _active(spec: TaskSpec, index: int | None, step: int) -> Perturbation | None:
-    """The perturbation, where it holds after so many env steps."""
+    """The perturbation if it holds after `steps` env steps of the episode, else None."""
     change = _perturbation(spec, index)
     return change if change is not None and step >= change.from_step else None
 

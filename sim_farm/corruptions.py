@@ -75,7 +75,7 @@ def motion_blur(frame: UInt8, values: Sequence[float], draw: Any) -> UInt8:
 
 
 def gaussian_blur(frame: UInt8, values: Sequence[float], draw: Any) -> UInt8:
-    """Gaussian blur of as many pixels as the severity."""
+    """Gaussian blur with a deviation of 1 pixel at the lowest severity, and 1 more at each further one."""
     return _to_uint8(_smooth(frame / 255.0, _severity(values) + 1.0))
 
 

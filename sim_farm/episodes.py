@@ -1,8 +1,8 @@
-"""Which episode an environment runs next: a pure function of (environment, episode), which no plan, no number of
+"""The episode that an environment runs next: a pure function of (environment, episode), which no plan, no number of
 workers and no order of finishing can change.
 
-Training episodes may begin from a fixed number of starts: recorded initial states, or seeds. Which one an episode
-begins from is a function of (environment, episode) too.
+Training episodes may begin from a fixed number of starts: recorded initial states, or seeds. The start of an episode is
+a function of (environment, episode) too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Starts:
     init_states: Sequence[int] = ()
     """Recorded initial states of the task, each once; none: episodes begin from their seeds alone."""
     seeds: int = 0
-    """So many seeds, the same in every run; 0: none. Not both."""
+    """Number of fixed seeds that episodes begin from, the same in every run; 0: none. Excludes `init_states`."""
     perturbations: int = 0
     """Number of the task's perturbations. An episode's own seed draws one of them, or none, each as often."""
 
@@ -89,7 +89,7 @@ class TrainingEpisodes(ABC):
 
 @dataclass(frozen=True)
 class EndlessEpisodes(TrainingEpisodes):
-    """Training: every environment goes on for ever, seeded by (run, env, episode)."""
+    """Training: every environment begins new episodes for ever, seeded by (run, env, episode)."""
 
     run_seed: int
     begin: Starts = Starts()

@@ -29,8 +29,8 @@ def failures_of(task: str, doing: str) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: the innermost line that is neither of this package nor of an installed one, if there is
-    one."""
+    """Place where the error was raised: the innermost line that belongs neither to this package nor to an installed
+    one, if there is one."""
     frames = traceback.extract_tb(error.__traceback__)
     others = (STANDARD, OURS, "<")
     own = [one for one in frames if "-packages" not in one.filename and not one.filename.startswith(others)]

@@ -32,7 +32,7 @@ WORDS = (
 """Rewordings by level: the task's own words stay together, in more and more others."""
 AXES = ("camera", "start", "objects", "noise", "brightness", "words")
 SEEN = {"camera": "images", "noise": "images", "brightness": "images", "words": "instruction"}
-"""What a policy has to read to notice the axis; of the others every policy notices the consequences."""
+"""Input that a policy has to read to notice the axis; every policy notices the consequences of the other axes."""
 
 
 def axes_of(task: str, reads: tuple[str, ...]) -> tuple[str, ...]:
@@ -44,8 +44,8 @@ def axes_of(task: str, reads: tuple[str, ...]) -> tuple[str, ...]:
 
 def graded(task: str, axis: str, level: int, reads: tuple[str, ...], from_step: int = 0) -> Perturbation:
     """Level `level` of the axis for a task, from that env step on; noticed by a policy that `reads` so. Imports the
-    simulator. Raises `FarmError` for an axis that its simulator has not or the policy cannot notice, and for a level
-    out of range."""
+    simulator. Raises `FarmError` for an axis that its simulator lacks or the policy cannot notice, and for a level out
+    of range."""
     if axis not in AXES:
         raise FarmError(f"no axis of perturbations is called {axis!r}{nearest(axis, list(AXES))}")
     if axis not in axes_of(task, reads):

@@ -20,8 +20,8 @@ from typing import Any
 
 
 def named(reference: str, error: type[Exception], others: Sequence[str] = ()) -> Any:
-    """The attribute NAME of the module in `package.module:NAME`. Raises `error` where one of the two is missing, with
-    the nearest names of the module, and of `others` that may stand there."""
+    """The attribute NAME of the module in `package.module:NAME`. Raises `error` if one of the two is missing, with the
+    nearest names of the module and of `others`, which are allowed in its place."""
     module, attribute = module_of(reference, error), reference.partition(":")[2]
     try:
         return getattr(module, attribute)
@@ -70,9 +70,9 @@ def _why(module: str, cause: Exception) -> str:
 
 
 def entry_point(group: str, name: str, error: type[Exception]) -> Any:
-    """What an installed package offers as `name` in the group; None where none does.
+    """The object that an installed package offers as `name` in the group; None if no package does.
 
-    Raises `error`, which names the package, where it cannot be imported, and where several packages offer one.
+    Raises `error`, which names the package, if it cannot be imported, or if several packages offer the name.
     """
     found = {entry.value: entry for entry in metadata.entry_points(group=group, name=name)}
     if not found:

@@ -1,4 +1,4 @@
-"""Perturbations as data: what of an episode is otherwise than its task has it, to see whether a policy generalises.
+"""Perturbations as data: changes of an episode against its task, to see whether a policy generalises.
 
 A perturbation is a row of its task's static table (`TaskSpec.perturbations`); an episode names it by its index
 (`EpisodeSpec.perturbation`). Its parts are applied where the thing that they change is made:
@@ -6,7 +6,7 @@ A perturbation is a row of its task's static table (`TaskSpec.perturbations`); a
     scene     physics, after the reset: where the robot starts, where objects lie
     cameras   the renderer: the pose of a camera
     picture   a pure function of the drawn frame (`sim_farm.pictures`)
-    words     physics, which tells the instruction
+    words     physics, which gives the instruction
 
 All of them hold from the env step `from_step` on. From 0 they are the episode's conditions; later they are an event,
 and until then the episode equals the one without.
@@ -134,7 +134,7 @@ class PictureChange:
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What is otherwise in an episode."""
+    """Changes of an episode against its task."""
 
     axis: str
     """Kind of the perturbation, by which results are told apart: `camera`, `start`, `objects`, `noise`, `words`, ..."""
@@ -146,9 +146,9 @@ class Perturbation:
     words: str | None = None
     """Instruction; `{}` in it stands for the task's own. None: the task's own."""
     from_step: int = 0
-    """Env steps of the episode before the change. The observation after so many steps is the first that shows it."""
+    """Env steps of the episode before the change. The observation after these steps is the first that shows it."""
     source: str | None = None
-    """Where a suite of perturbations has it: the suite's name and its index there. None: it is of no suite."""
+    """Name of the suite that the perturbation belongs to, and its index in the suite. None: it belongs to no suite."""
 
     @property
     def digest(self) -> str:

@@ -130,7 +130,7 @@ def _requested(spec: TaskSpec, found: Backend) -> TaskSpec:
 
 
 def check_terminations(task: str, found: Backend) -> None:
-    """Raise `FarmError` where episodes of the backend's tasks cannot go on once they have terminated."""
+    """Raise `FarmError` if episodes of the backend's tasks cannot continue after they have terminated."""
     if not found.ignores_terminations:
         raise FarmError(
             f"{task} cannot go on once it has terminated, nor can its simulator: set eval.ignore_terminations to False"

@@ -48,8 +48,8 @@ def name_of(device: RenderDevice | None) -> str:
 
 
 def ask(device: RenderDevice | None) -> None:
-    """Have this process draw on the device; None: on whatever it draws on, or the driver gives. Raises `FarmError`
-    where it already draws elsewhere."""
+    """Have this process draw on the device; None: on the device in use, or the driver's default. Raises `FarmError` if
+    it already draws on another device."""
     if device == _process.requested or (device is None and _process.drawing):
         return
     if _process.drawing:
@@ -105,7 +105,8 @@ class EglDevice:
 
 
 def egl_index(devices: Sequence[EglDevice], wanted: RenderDevice, visible: str | None) -> int:
-    """Which of EGL's devices draws for `wanted`; `visible` is CUDA_VISIBLE_DEVICES. Raises `FarmError` if none does.
+    """Number of the EGL device that draws for `wanted`; `visible` is CUDA_VISIBLE_DEVICES. Raises `FarmError` if none
+    does.
 
     EGL answers with CUDA's numbers. Where one of them is larger than the process has CUDA devices, the driver counts
     all GPUs of the machine, and `wanted` is looked up in `visible`.

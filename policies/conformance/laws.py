@@ -28,7 +28,7 @@ ROWS_TOLERANCE = 1e-5
 
 
 def random_inputs(spec: PolicySpec, rows: int, seed: int) -> Inputs:
-    """What a policy of this spec may see: states off centre, noise as frames."""
+    """Inputs that a policy of this spec may see: states off centre, noise as frames."""
     g = torch.Generator().manual_seed(seed)
     size = spec.image_size
     frames = {
@@ -412,7 +412,7 @@ IMITATION_LAWS: list[Callable[..., None]] = [
     law_rows_of_imitation_are_independent,
     law_imitation_brings_the_mode_to_the_demonstrations,
 ]
-"""Of policies that can learn from demonstrations."""
+"""Laws of policies that can learn from demonstrations."""
 
 
 def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:

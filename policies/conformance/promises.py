@@ -1,4 +1,4 @@
-"""What training promises of a policy that keeps the laws, and what it cannot promise where one is broken."""
+"""Promises of training for a policy that keeps the laws, and the promises that fail where a law is broken."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from policies.torchvision_operators import import_torchvision
 
 
 def build_tower(name: str, sizes: Any, image_size: int) -> Any:
-    """timm's vision transformer, whole, without pretrained weights: they are read or drawn later, and so not here."""
+    """timm's vision transformer, whole, without pretrained weights: these are read or drawn later."""
     import_torchvision()
     import timm
     from timm.models.vision_transformer import VisionTransformer

@@ -22,8 +22,8 @@ DEMONSTRATIONS = "demonstrations"
 """Name of a dataset that every checkpoint accepts: the demonstrations that the policy itself learns from."""
 PERCENTILES = (0.01, 0.99)
 BOUNDS = {"percentiles": ("q01", "q99"), "extremes": ("min", "max")}
-"""Entries that became -1 and 1. Which ones is a property of the training, of which the checkpoint says nothing:
-OpenVLA-OFT takes the extremes for ALOHA, and the percentiles else."""
+"""Entries of the statistics that became -1 and 1. The training decides which, and the checkpoint does not record it:
+OpenVLA-OFT takes the extremes for ALOHA, else the percentiles."""
 SUFFIX = "_no_noops"
 """LIBERO's datasets are listed with this suffix in some checkpoints and without it in others."""
 PROPRIO_EPS = 1e-8

@@ -132,7 +132,7 @@ class OpenVLAOFT(TokenPolicy):
         return self.value_head(self.states(inputs)[:, 0])
 
     def states(self, inputs: Inputs, tokens: Tensor | None = None, features: Tensor | None = None) -> Tensor:
-        """[B, K, D]: the states that predict the chunk's tokens, of which they see none."""
+        """[B, K, D]: the states that predict the chunk's tokens; they see none of these tokens."""
         count = self.spec.chunk * self.spec.action_dim
         sequence = self.prepare(inputs, count + self.stop, features)
         self._checkpointing()

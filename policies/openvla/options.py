@@ -20,7 +20,7 @@ position ids that count valid tokens all kinds of padding are the same."""
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """Which checkpoint, how its inputs and actions are understood, and what is trained.
+    """Options of a token policy: the checkpoint, the meaning of its inputs and actions, and the trained parts.
 
     Raises `PolicyError` for a value that an option does not take.
     """
@@ -28,8 +28,7 @@ class TokenOptions:
     checkpoint: str = ""
     """Hugging Face directory."""
     weights: str = ""
-    """Folder of a saved policy, of which tensors are taken instead of those of `checkpoint` or `adapter`;
-    `policies.load` sets it."""
+    """Folder of a saved policy, whose tensors replace those of `checkpoint` or `adapter`; `policies.load` sets it."""
     unnorm_key: str = ""
     """Dataset whose statistics give actions their unit, where there are several. `demonstrations`: the rows that the
     policy learns from (`TokenPolicy.adopt_units`)."""
@@ -96,9 +95,9 @@ class TokenOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OFTOptions(TokenOptions):
-    """Options of openvla_oft: also which of the checkpoint's side files are used.
+    """Options of openvla_oft, which also name the checkpoint's side files that are used.
 
-    A side file of which no option says anything may not be there.
+    A side file that no option mentions must not exist.
     """
 
     convention: str = "official"

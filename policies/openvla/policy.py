@@ -37,8 +37,8 @@ from policies.small.encoders import vector
 from policies.transforms import Gripper, Transforms
 
 BFLOAT16_TOLERANCE = 1e-1
-"""Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic. It rounds tokens that are decoded one by one
-otherwise than tokens in one pass: 3.2e-2 for 7B parameters on an H200 (benchmarks/results/gpu.json)."""
+"""Largest mean |ratio - 1| of unchanged weights in 16-bit arithmetic. Tokens decoded one by one are rounded differently
+from tokens in one pass: 3.2e-2 for 7B parameters on an H200 (benchmarks/results/gpu.json)."""
 FEATURES = "features"
 """Entry of a trace: the result of `precompute`."""
 
@@ -189,8 +189,8 @@ class TokenPolicy(lora.AdaptedPolicy):
         return self.model
 
     def shards(self) -> Sequence[Sequence[nn.Module]]:
-        """Each block of the towers, and each layer of the language model but the last, of which `OpenVLAModel.states`
-        calls the parts. Embedding, projector, last layer, final norm and head stay together, tied or not."""
+        """Each block of the towers, and each layer of the language model but the last. `OpenVLAModel.states` calls the
+        parts of the last layer. Embedding, projector, last layer, final norm and head stay together, tied or not."""
         towers = [getattr(self.model.vision_backbone, tower) for tower in TOWERS]
         layers = self.model.language_model.model.layers
         return [[module] for module in (*(block for tower in towers for block in tower.blocks), *layers[:-1])]
@@ -248,7 +248,7 @@ class TokenPolicy(lora.AdaptedPolicy):
         return self.preprocessing(self.transforms.frames(frames))
 
     def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
-        """[B, I * patches, D]: the cameras' patches, of which `precompute` may have found the features."""
+        """[B, I * patches, D]: the cameras' patches, from the features of `precompute` if there are any."""
         if features is None:
             return self.model.projector(self.vision_features(inputs))
         return self.model.projector(features) if self._trains_projector else features
@@ -273,7 +273,7 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 class OpenVLA(TokenPolicy):
-    """OpenVLA (arXiv 2406.09246): A tokens, each of which sees those before it.
+    """OpenVLA (arXiv 2406.09246): A action tokens; each sees the tokens before it.
 
     `act` decodes with a static key-value cache; `evaluate` and `imitate` look at all tokens in one pass. Noise [B, A].
     """

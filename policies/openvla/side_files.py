@@ -63,7 +63,7 @@ def side_folders(architecture: Mapping[str, Any]) -> list[Path]:
 
 
 def adapter_home(adapter: Path) -> Path:
-    """Folder of what was saved with an adapter: OpenVLA-OFT keeps the adapter in a folder of its own there."""
+    """Folder of the files that were saved with an adapter: OpenVLA-OFT keeps the adapter in a subfolder of it."""
     return adapter.parent if adapter.name == LORA_ADAPTER else adapter
 
 
@@ -76,11 +76,11 @@ def step_of(path: Path) -> str:
 def choose_side_files(
     folders: Sequence[Path], wanted: Mapping[str, bool | None], step: int | str | None = None
 ) -> dict[str, Path]:
-    """The file of each component that is wanted, from the first folder that has one.
+    """The file of each wanted component, from the first folder that has one.
 
-    `wanted` says of a component that it is used, that it is not, or, with None, nothing: then none may be there. `step`
-    chooses among several; without one there is a single file of each, and all were saved at the same step. Raises
-    `PolicyError`.
+    `wanted` is True for a component that is used, and False for one that is not. If it is None, the component must have
+    no file. `step` chooses among several files; without it there must be a single file of each component, and all must
+    be saved at the same step. Raises `PolicyError`.
     """
     found: dict[str, list[Path]] = {}
     for folder in folders:

@@ -97,8 +97,8 @@ def _setting(config: Mapping[str, Any], module: str, pattern: str, otherwise: st
 
 
 def _targets(network: Pi0Network, parts: Sequence[str], named: Callable[[str], str]) -> str:
-    """PEFT's regular expression, by what the network's names are called there. Of the vision-language model's last
-    layer only keys and values reach the expert: nothing else there could learn."""
+    """PEFT's regular expression for the trained layers, with the adapter file's names. Only the keys and values of the
+    vision-language model's last layer reach the expert, so nothing else in that layer could learn."""
 
     def prefix(name: str) -> str:
         return named(name).replace(".", r"\.")

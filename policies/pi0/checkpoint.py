@@ -96,8 +96,7 @@ def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources
     """Source named by the options `checkpoint` and `adapter`. `saved` is the saved folder: it takes the adapter's
     place where it is one, else that of the checkpoint. Reads no tensor.
 
-    Raises `PolicyError` where a folder is missing or lacks something, and for files of which no option reads the
-    numbers.
+    Raises `PolicyError` if a folder is missing or lacks something, and for weight files that no option reads.
     """
     if saved:
         if is_adapter(Path(saved)):
@@ -226,9 +225,9 @@ IMAGES, EMPTY = "observation.images.", "observation.images.empty_camera_"
 
 
 def check_numbers(sources: Sources, action_dim: int, proprio_dim: int) -> None:
-    """Raise `PolicyError` unless the checkpoint's actions and states have as many numbers as the task's.
+    """Raise `PolicyError` unless the checkpoint's actions and states have the task's sizes.
 
-    Base checkpoints say how many there are with those that fill up, which fits any robot.
+    Base checkpoints give the sizes with padding, which fit any robot.
     """
     wanted = (("output_features", ACTION, action_dim, "max_action_dim"),
               ("input_features", STATE, proprio_dim, "max_state_dim"))  # fmt: skip

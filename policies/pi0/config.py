@@ -40,7 +40,7 @@ READ: Mapping[Layout, set[str]] = {
         "resize_imgs_with_padding", "empty_cameras", "tokenizer_max_length", "rtc_config", "use_peft",
     },
 }  # fmt: skip
-"""Entries of config.json that are applied, or compared with what is said elsewhere."""
+"""Entries of config.json that are applied, or compared with other files and options."""
 PASSED: Mapping[Layout, tuple[str, ...]] = {
     "openpi": ("dtype", "pytorch_compile_mode"),
     "lerobot": (
@@ -201,7 +201,7 @@ def _picture_size(folder: Path, raw: Mapping[str, Any]) -> int | None:
 
 
 def with_horizon(raw: Mapping[str, Any], horizon: int) -> dict[str, Any]:
-    """The config.json of the same network that predicts so many actions: no weight depends on their number."""
+    """The config.json of the same network that predicts `horizon` actions: no weight depends on their number."""
     if "action_horizon" in raw:
         return {**raw, "action_horizon": horizon}
     executed = min(raw.get("n_action_steps", horizon), horizon)  # LeRobot refuses to execute more than it predicts

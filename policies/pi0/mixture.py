@@ -158,8 +158,8 @@ class Mixture(nn.Module):
         return [layer for stack in (self.vlm, self.expert) for layer in stack.layers]  # type: ignore[misc]
 
     def prefix(self, x: Tensor, positions: Tensor, seen: Tensor) -> tuple[Tensor, Cache]:
-        """Tokens [B, P, W] at positions int64 [B, P], of which each sees those that `seen` bool [B, P, P] says: their
-        outputs, normed, and their keys and values."""
+        """Pass tokens [B, P, W] at positions int64 [B, P] through the layers; `seen` bool [B, P, P] is True for the
+        tokens that each token sees. Returns their normed outputs, and their keys and values."""
         (hidden,), caches = self._run((self.vlm,), (x,), (None,), positions, seen, None)
         return hidden, Cache(tuple(keys for keys, _ in caches), tuple(values for _, values in caches))
 
@@ -209,8 +209,8 @@ class Mixture(nn.Module):
 
 
 def blocks_seen(present: Tensor, begins: Tensor) -> Tensor:
-    """Which tokens each token sees, bool [B, L, L] as [query, key]: those present bool [B, L] in its own block and the
-    blocks before it. A block begins where `begins` bool [L]; a token that is absent sees nothing."""
+    """Mask of the tokens that each token sees, bool [B, L, L] as [query, key]: those `present` (bool [B, L]) in its own
+    block and the blocks before it. A block begins where `begins` bool [L] is True; an absent token sees nothing."""
     block = begins.cumsum(0)
     return (block[None, :] <= block[:, None])[None] & present[:, None, :] & present[:, :, None]
 

@@ -31,7 +31,7 @@ DIGESTED = (
     "mixture.vlm.layers.0.mlp.down_proj.weight",
     "mixture.expert.layers.0.self_attn.q_proj.weight",
 )
-"""Tensors of the network of which any fine-tuning changes at least one."""
+"""Tensors of the network that identify it: any fine-tuning changes at least one of them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Pi0Network(AdaptedModel):
         return torch.cat([self.embed_images(seen.pixels), words], 1), torch.cat([images, seen.counted], 1)
 
     def prefix(self, seen: Observation) -> Prefix:
-        """One pass over images and prompt, each token of which sees all that are present."""
+        """One pass over images and prompt; each token sees all tokens that are present."""
         x, present = self.embed_prefix(seen)
         one_block = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
         hidden, cache = self.mixture.prefix(x, positions_of(present), blocks_seen(present, one_block))

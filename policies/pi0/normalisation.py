@@ -25,7 +25,7 @@ from policies.files import CONFIG, read_json, read_tensors, shown, write_json, w
 from policies.pi0.processors import ACTION, POST, PRE, STATE, Mode, Normaliser, Step, check_modes, read_processors
 
 Normalisation = Literal["z-score", "quantile"]
-"""openpi's ways, of which the training's configuration has one; no file says which."""
+"""openpi's ways of normalising. The training's configuration has one of them; no file of the checkpoint records it."""
 NORMALISATIONS: tuple[Normalisation, ...] = ("z-score", "quantile")
 BOUNDS: Mapping[Mode, tuple[str, str]] = {
     "MEAN_STD": ("mean", "std"),
@@ -161,7 +161,7 @@ def openpi_statistics(folder: Path, asset: str) -> tuple[Path, dict[str, Any]]:
 
 
 def normalisations(statistics: Mapping[str, Any]) -> list[Normalisation]:
-    """openpi's ways of which the file has all numbers."""
+    """openpi's ways of normalising for which the file has all numbers."""
     parts = [part for part in (statistics.get("state"), statistics.get("actions")) if isinstance(part, dict)]
     needed = {way: BOUNDS[MODES[way]] for way in NORMALISATIONS}
     return [way for way, names in needed.items() if all(part.get(n) is not None for part in parts for n in names)]
@@ -186,7 +186,7 @@ def dataset_of(folder: Path) -> str | None:
 
 
 def write_openpi(folder: Path, units: RobotUnits) -> None:
-    """Write the units as the only statistics of the folder, of which either mode makes these units but for rounding."""
+    """Write the units as the only statistics of the folder; either mode reads these units from them, up to rounding."""
     for path in folder.glob("**/norm_stats.json"):
         path.unlink()
     target = folder / "assets" / DEMONSTRATED / "norm_stats.json"
@@ -198,8 +198,8 @@ def write_openpi(folder: Path, units: RobotUnits) -> None:
 
 
 def write_lerobot(folder: Path, units: RobotUnits) -> None:
-    """Into the processors' state, in place of what it has of states and actions, of which any mode makes these units.
-    A processor that takes numbers as they are normalises them by mean and deviation then, and config.json says so."""
+    """Write the units into the processors' state, in place of its statistics of states and actions; any mode reads
+    these units from them. A processor without normalisation then uses mean and deviation, as config.json says."""
     path = folder / CONFIG
     config = read_json(path)
     processors = read_processors(folder, config)
@@ -246,7 +246,7 @@ def _object(path: Path, found: Any, what: str) -> dict[str, Any]:
 
 
 def _statistics(units: Units, std_eps: float, range_eps: float) -> dict[str, Tensor]:
-    """float64 statistics of which `_units` makes these in every mode."""
+    """float64 statistics from which `_units` makes these units in every mode."""
     centre, scale = units.centre, units.scale
     low, high = centre - scale, centre + scale - range_eps
     pairs = {names: (low, high) for names in BOUNDS.values()} | {BOUNDS["MEAN_STD"]: (centre, scale - std_eps)}

@@ -29,7 +29,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pi0Options:
-    """Which checkpoint, how its numbers are understood, how steps are drawn and scored, and what is trained.
+    """Options of pi0: the checkpoint, its numbers' meaning, how steps are drawn and scored, and the trained parts.
 
     Raises `PolicyError` for a value that an option does not take.
     """
@@ -97,7 +97,7 @@ class Pi0Options:
                 raise PolicyError(f"pi0's {name} must be one of {named}, got {given!r}")
 
     def with_checkpoint(self, source: Sources) -> Pi0Options:
-        """Options of which the checkpoint's share is filled in: absolute folders, steps, resize.
+        """Options completed from the checkpoint: absolute folders, steps, resize.
 
         Raises `PolicyError` for a config.json with impossible steps, and for transforms or widths that cannot be.
         """

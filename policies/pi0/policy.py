@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, of which steps are drawn and scored.
+"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, some of whose steps are drawn and scored.
 
 Flow-noise, the learned deviation of a drawn step, is a small network of its own.
 """
@@ -117,8 +117,8 @@ class LearnedTimes:
 class Pi0(AdaptedPolicy):
     """Reads frames, the instruction and proprioception. Which of the two it is its weights say.
 
-    How steps are drawn and scored is `policies.denoising`'s, with x of H * A numbers, of which the log-prob is of those
-    C * D that are executed. The trace is that of `Denoising.run`.
+    `policies.denoising` draws and scores the steps, with x of H * A numbers; the log-prob is that of the C * D executed
+    ones. The trace is that of `Denoising.run`.
 
     Where the vision-language model is frozen, `precompute` finds its keys and values, and an update runs the expert
     alone: 2 * layers * heads * P * d numbers a row, which `cache_prefix` False spares.

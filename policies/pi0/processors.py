@@ -157,7 +157,7 @@ ORDERS: Sequence[tuple[type[_Step], type[_Step]]] = (
     (_Words, _Tokenizer),
     (Normaliser, _Absolute),
 )
-"""Pairs of which the second reads what the first has made: raw states are what actions are relative to."""
+"""Pairs of steps in which the second reads the first one's result: actions are relative to raw states."""
 S = TypeVar("S", bound=_Step)
 
 

@@ -3,7 +3,7 @@
 A directory has openpi's layout without weights; its config.json says from which seed they are drawn.
 
 Names: pi0 and pi05 are the published networks (3.3 billion parameters, arXiv 2410.24164 and 2504.16054); pi0-small,
-pi0-small-128, pi05-small and pi05-small-128 are for pictures of so many pixels, else 56, and learn on two cores
+pi0-small-128, pi05-small and pi05-small-128 are for pictures of 56 (or 128) pixels, and learn on two cores
 (docs/learning.md); pi0-tiny and pi05-tiny are for tests.
 """
 

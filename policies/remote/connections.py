@@ -152,7 +152,7 @@ class Connections:
 
 
 def metadata_of(address: str, timeout_s: float) -> Mapping[str, Any]:
-    """What the server says of itself. Raises `PolicyError` as `Connection` does."""
+    """The server's metadata. Raises `PolicyError` as `Connection` does."""
     connection = Connection(address, timeout_s)
     connection.close()
     return connection.metadata

@@ -37,7 +37,7 @@ RESIZED = 224
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """Where the server is, what it calls things, and how long it is waited for. Raises `PolicyError`."""
+    """Options of remote: the server's address, its keys, and the time limits. Raises `PolicyError`."""
 
     address: str = ""
     """ws://HOST:PORT."""
@@ -161,7 +161,7 @@ class Remote(Policy):
 
 
 class PolicyServer(PolicyFormat):
-    """What a server's metadata say: a policy that has no files."""
+    """A policy without files: the server's metadata describe it."""
 
     def check_files(self, architecture: Mapping[str, Any]) -> None:
         """A server is there, and sends metadata."""
@@ -223,7 +223,7 @@ def _blank(spec: PolicySpec) -> Inputs:
 
 
 def _extension(metadata: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a server of this project says beyond openpi's protocol; None of another server. Raises `PolicyError`."""
+    """Metadata of a server of this project beyond openpi's protocol; None for other servers. Raises `PolicyError`."""
     found = metadata.get(EXTENSION)
     if found is None:
         return None

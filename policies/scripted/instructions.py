@@ -1,4 +1,4 @@
-"""Which script an instruction means."""
+"""The script that an instruction means."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from policies.policy_kind import PolicyKind
 
 
 class RandomActions(Policy):
-    """Every element uniform between its bounds, whatever is seen. `noise` [B, C * A] passes through the normal's
-    distribution function; the mode, of which a uniform density has none, is the mean: the middle of the range. Values
-    are zero. `trace["action"]` and densities are of the numbers from -1 to 1 that are drawn."""
+    """Draws every element uniformly between its bounds, whatever the observation. `noise` [B, C * A] passes through the
+    normal's distribution function. A uniform density has no mode, so the mode is the mean: the middle of the range.
+    Values are zero. `trace["action"]` and densities belong to the drawn numbers from -1 to 1."""
 
     kind = "random"
 

@@ -18,12 +18,12 @@ POSE_NUMBERS = 7
 
 @dataclass(frozen=True)
 class Layout:
-    """Which entities the state of a LIBERO task lists after the robot's numbers, in this order."""
+    """Entities that the state of a LIBERO task lists after the robot's numbers, in this order."""
 
     movables: tuple[str, ...]
     """Objects: a pose each."""
     fixtures: tuple[tuple[str, int], ...] = ()
-    """Furniture and its number of joints: a pose and as many joint positions each."""
+    """Furniture and its number of joints: the state has a pose and the joint positions of each."""
 
     @property
     def size(self) -> int:

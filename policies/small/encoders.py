@@ -100,7 +100,7 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
     def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
-        """What is read of the inputs, beside the statistics."""
+        """Numbers that are read from the inputs, with their statistics."""
         raise NotImplementedError
 
 

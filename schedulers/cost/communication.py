@@ -36,7 +36,7 @@ def takes_time(cluster: Cluster) -> bool:
 
 
 def fewest_nodes(cluster: Cluster, pool: Pool, counts: np.ndarray) -> np.ndarray:
-    """Least number of nodes that have so many devices of a pool."""
+    """Least number of nodes that together have `counts` devices of a pool."""
     sizes = sorted((devices_of(node, pool) for node in cluster.nodes), reverse=True)
     return np.cumsum(sizes).searchsorted(counts) + 1
 
@@ -44,7 +44,7 @@ def fewest_nodes(cluster: Cluster, pool: Pool, counts: np.ndarray) -> np.ndarray
 def exchange_seconds(
     cluster: Cluster, pool: Pool, exchanges: Sequence[Exchange], counts: np.ndarray, nodes: np.ndarray
 ) -> np.ndarray:
-    """Seconds per iteration of a component's collectives on so many devices of so many nodes each.
+    """Seconds per iteration of a component's collectives, for each pair of `counts` (devices) and `nodes`.
 
     Rises with the number of nodes; with the number of devices it may rise or fall.
     """
@@ -62,7 +62,7 @@ def exchange_seconds(
 
 
 def weight_sync_seconds(cluster: Cluster, size: float, source: Placement, target: Placement) -> float:
-    """Seconds until weights of so many bytes are at all instances of `target`.
+    """Seconds until the weights are at all instances of `target`.
 
     Instances on the source's devices share them. All others get them along a chain: through the links between nodes
     where the source has no instance on theirs, else through those between the node's accelerators; on cores of one node
@@ -89,7 +89,7 @@ def links_take_time(cluster: Cluster) -> bool:
 
 
 def message_seconds(cluster: Cluster, source: Nodes, target: Nodes, size: float) -> float:
-    """Seconds of a message of so many bytes between placements on these nodes.
+    """Seconds of a message between placements on these nodes.
 
     Zero on the same nodes, where the profile includes it; else the bytes go through the links of the smaller number of
     nodes at once.

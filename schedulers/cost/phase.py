@@ -123,7 +123,7 @@ class PhaseModel:
     """Paths after all others, one step ahead only."""
     deliveries: tuple[tuple[int, int, int, int], ...]
     """(k, h, s, i): micro-batch k (from 1) is complete when group `s` of loop `i` has made `h` steps, and the
-    micro-batches before it are complete. Of several loops there may be more than one entry for k."""
+    micro-batches before it are complete. With several loops there may be more than one entry for k."""
     arrivals: tuple[float, ...]
     """In place of `deliveries`: share of the loop's time at which micro-batch k is complete."""
     contended: frozenset[str]

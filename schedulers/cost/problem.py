@@ -32,12 +32,12 @@ class SharedWeights:
 
     def kept(self, placements: Sequence[Sequence[str]]) -> frozenset[str]:
         """Components that keep the weights loaded at the beginning and end of a phase of these placements: none if they
-        are on devices of their own, else both, as if there were as many replicas as ranks."""
+        are on devices of their own, else both, as if replicas and ranks were equal in number."""
         apart = sum(not self.names.isdisjoint(names) for names in placements) > 1
         return frozenset() if apart else self.names
 
     def kept_in(self, plan: Plan) -> frozenset[str]:
-        """Components of which no instance in the plan unloads the weights."""
+        """Components whose weights stay loaded on all of their instances in the plan."""
         hosts, ranks = self.hosts(plan), len(self._placement(plan, self.learner).instances)
         every = {self.policy: None not in hosts, self.learner: len(set(hosts) - {None}) == ranks}
         return frozenset(name for name in self.names if every[name])

@@ -20,7 +20,7 @@ from schedulers.profile import Profile
 from schedulers.workflow import Workflow
 
 DRAWS = 16
-"""Simulated iterations of which an expected time is the mean: its standard error is far below the profile's own."""
+"""Number of simulated iterations whose mean is an expected time: its standard error is far below the profile's own."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _delivered(model: PhaseModel, calls: Sequence[_Call], loop_end: float) -> li
 
 
 def _pieces(problem: Problem, cost: PhaseCosts) -> list[list[tuple[int, dict[str, float]]]]:
-    """For each loop, the servers that a group visits and the seconds of each component there."""
+    """For each loop, the servers that a group visits and the seconds of each component on them."""
     seconds = iter(cost.visits)
     result = []
     for loop in cost.model.loops:

@@ -49,7 +49,7 @@ def items_at_once(problem: Problem, model: PhaseModel, name: str) -> int:
 
 
 def component_seconds(problem: Problem, model: PhaseModel, name: str, batch: float, counts: np.ndarray) -> np.ndarray:
-    """Seconds of so many items on each number of devices, with the instances' communication for them."""
+    """Seconds of `batch` items for each number of devices in `counts`, with the instances' communication."""
     grid = problem.counts[problem.pools[name]]
     if len(grid) == len(counts) and np.array_equal(grid, counts):
         found = problem.times(name, batch)
@@ -61,7 +61,7 @@ def component_seconds(problem: Problem, model: PhaseModel, name: str, batch: flo
 
 
 def communication_seconds(problem: Problem, model: PhaseModel, name: str, count: int) -> float:
-    """Seconds per iteration of the communication among a component's instances on so many devices."""
+    """Seconds per iteration of the communication among a component's instances on `count` devices."""
     found = _exchange_seconds(problem, model, name, np.array([count]))
     return 0.0 if found is None else float(found[0])
 
@@ -134,7 +134,7 @@ def working_bytes(problem: Problem, model: PhaseModel, names: tuple[str, ...], c
 
 
 def peak_bytes(problem: Problem, model: PhaseModel, names: tuple[str, ...], count: int) -> float:
-    """Most bytes per device of a placement on so many devices."""
+    """Most bytes per device of a placement on `count` devices."""
     return resident_bytes(problem, names) + float(working_bytes(problem, model, names, np.array([count]))[0])
 
 

@@ -536,8 +536,8 @@ def candidate_partitions(problem: Problem, components: frozenset[str], kind: str
 
 
 def _of_sets(problem: Problem, components: frozenset[str]) -> Iterator[Partition]:
-    """Tasks in one to as many sets as there are tasks, of about equal work; in each physics and rendering fused or
-    split; and with them every partition of the other components, as far as these are few."""
+    """Partitions: the tasks in one set, two, and so on to one set per task, of about equal work; in each set, physics
+    and rendering fused or split; with every partition of the other components, if these are few."""
     graph, pools = problem.graph, problem.pools
     own = [graph.ordered(set(loop) - graph.shared) for loop in graph.loops]
     rest = frozenset(components) - {name for names in own for name in names}
@@ -560,7 +560,7 @@ def _of_sets(problem: Problem, components: frozenset[str]) -> Iterator[Partition
 
 
 def _balanced(problem: Problem, own: Sequence[tuple[str, ...]], count: int) -> list[set[str]]:
-    """The tasks' own components in so many sets, the one with most work first into the set with least."""
+    """The tasks' own components in `count` sets: the task with most work first, into the set with least work."""
     work = []
     for i, names in enumerate(own):
         seconds = sum(float(problem.times(name, problem.environments[i])[0]) for name in names)

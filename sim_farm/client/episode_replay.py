@@ -26,7 +26,7 @@ from sim_farm.conventions import TaskPhysics
 from sim_farm.registry import make_physics, make_renderer
 
 LONGEST = 100_000
-"""Env steps of a recording that others go on after."""
+"""Limit in env steps of the environment in which recordings continue one another."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Followed:
     """Outcome of a recording whose actions were executed again."""
 
     replay: ReplayedEpisode | None
-    """The episode, to the recording's end; None where it came out otherwise, or was not wanted."""
+    """The episode, to the recording's end; None if its outcome differed, or it was not wanted."""
     deviation: float
     """Largest deviation of a state from the recorded one (`sim_farm.contract.RecordedPhysics.deviation`)."""
     reproduced: bool
@@ -99,7 +99,7 @@ class Replayer:
         self._task = task
         self._physics = make_physics(task)
         self._recorder: TaskPhysics | None = None
-        """The environment in which recordings go on one after the other."""
+        """The environment in which recordings continue one after the other."""
         self._renderer: Renderer | None = make_renderer(task) if self._physics.info.cameras else None
 
     def describe(self) -> TaskInfo:
@@ -177,7 +177,7 @@ class Replayer:
         return Followed(replace(replay, done=ends), furthest, True, "", from_seed, corrected)
 
     def pass_through(self, recording: Recording) -> None:
-        """Execute the recording for those that go on after it (`follow`), if it can be executed."""
+        """Execute the recording for the recordings that continue it (`follow`), if it can be executed."""
         physics = self._going_on()
         with suppress(FarmError):
             _begin(physics, recording, goes_on=True)

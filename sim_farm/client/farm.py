@@ -234,7 +234,8 @@ class Farm:
         return max((group.progress_ns() for group in self._submitted()), default=0)
 
     def late(self, deadline_s: float) -> WorkerTimeout:
-        """The error that names the worker of the submitted group whose progress is longest ago; not raised here."""
+        """Return, without raising it, the error that names the worker of the submitted group whose progress is longest
+        ago."""
         return min(self._submitted(), key=lambda group: group.progress_ns()).late(deadline_s)
 
     def collect(self, group: int, deadline_s: float = 300.0) -> Observations:
@@ -309,8 +310,8 @@ class Farm:
                 task.slots[key][...] = part.get(key, ANY)
 
     def hold(self, episodes: int, task: int | None = None) -> None:
-        """Let every environment, of one task or of all, rest once it has ended so many episodes. After the limit is
-        raised, `reset` begins the next episode."""
+        """Let every environment, of one task or of all, rest once it has ended `episodes` episodes. After a higher
+        limit, `reset` begins the next episode."""
         for each in self._of(task):
             if any(group.state is GroupState.SUBMITTED for group in each.groups):
                 raise GroupError("collect every group before moving the limit of episodes")
@@ -373,7 +374,7 @@ class Farm:
             task.check()
 
     def timeout(self, deadline_s: float) -> WorkerTimeout:
-        """The error that says what each worker does while the farm is not ready; not raised here."""
+        """Return, without raising it, the error that lists the work of each worker while the farm is not ready."""
         doing = "; ".join(each for task in self.tasks for each in task.doing())
         return WorkerTimeout(f"the farm was not ready within {deadline_s:.0f} s: {doing}")
 

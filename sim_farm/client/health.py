@@ -35,8 +35,8 @@ def hung(slots: Slots, worker: int, deadline_s: float) -> str | None:
 
 
 def stuck_since_ns(slots: Slots, worker: int) -> int | None:
-    """The worker's last progress, or the time at which it was given the work that it has not begun, if that is later;
-    on the machine's monotonic clock. None where it has no work."""
+    """Time of the worker's last progress or, if later, the time at which it got its waiting work, on the machine's
+    monotonic clock. None without work."""
     phase, progress = int(slots["phase"][worker]), int(slots["since_ns"][worker])
     if phase == slot_layout.FAILED:
         return None
@@ -74,7 +74,7 @@ def name_of(slots: Slots, worker: int) -> str:
 
 
 def _given_ns(slots: Slots, worker: int) -> int | None:
-    """When the oldest work that the worker has not done was given to it; None without such work."""
+    """Time at which the worker got its oldest unfinished work; None without such work."""
     simulate = (slots["physics_of"] == worker) & (slots["requested"] > slots["simulated"])
     draw = (slots["renderer_of"] == worker) & (slots["simulated"] > slots["drawn"])
     given = [*slots["requested_ns"][simulate], *slots["times_ns"][draw, slot_layout.PHYSICS_END]]

@@ -25,7 +25,7 @@ from sim_farm.client.vector_env import FarmVectorEnv, vector_env
 
 
 def sb3_vec_env(task: str, num_envs: int, **options: Any) -> VecMonitor:
-    """Environments as `vector_env` makes them, of which stable-baselines3 logs mean length, return and success.
+    """Environments as `vector_env` makes them; stable-baselines3 logs their mean length, return and success.
 
     `options` are those of `vector_env` but for `autoreset_mode`. With cameras it takes `MultiInputPolicy`.
     """

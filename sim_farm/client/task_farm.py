@@ -126,7 +126,7 @@ class Group:
         return min((begin_ns for begin_ns in since if begin_ns is not None), default=time.monotonic_ns())
 
     def late(self, deadline_s: float) -> WorkerTimeout:
-        """The error that names that worker; not raised here."""
+        """Return, without raising it, the error that names the worker of the group whose progress is longest ago."""
         return self.task.late(self._awaited(), deadline_s)
 
     def _awaited(self) -> dict[int, str]:
@@ -240,7 +240,7 @@ class TaskFarm:
         return int(self.slots["moved_bytes"].sum())
 
     def late_to_switch(self, deadline_s: float) -> WorkerTimeout | None:
-        """The error that names the worker that has not switched; None if all have."""
+        """The error that names a worker that is still to switch; None if all have switched."""
         slow = self._slow_to_switch()
         if not slow:
             return None

@@ -139,7 +139,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         self._next_seeds: Int = np.array([stream.integers(MAX_SEED + 1) for stream in self._streams])
         """[B] the seed of each environment's next episode."""
         self._ended: Bool = np.zeros(self.num_envs, np.bool_)
-        """[B] environments whose last step ended their episode, and that have not begun another."""
+        """[B] environments whose last step ended their episode, before they begin another."""
         self._begun: Bool | None = None
         """[B] environments that began an episode at the last reset or step; None before the first reset."""
         # Also when this is collected as garbage, and at the interpreter's end.
@@ -158,7 +158,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
         """Begin an episode in every environment, or in those where `options["reset_mask"]` bool [B] is true.
 
         Environment i's episode has the seed `seed + i`, or `seed[i]`, and its later ones have seeds that its own
-        generator draws, which starts from that seed. Without a seed, the generators go on. Raises `FarmError`.
+        generator draws, which starts from that seed. Without a seed, the generators continue. Raises `FarmError`.
         """
         self._check_open()
         which = self._reset_mask(options)
@@ -221,7 +221,7 @@ class FarmVectorEnv(VectorEnv[Batch, np.ndarray, np.ndarray]):
     # --- what a step shows
 
     def _observed(self, seen: Observations) -> Batch:
-        """What the environments show now: where an episode has ended and none begun, its last observation."""
+        """The environments' present observations: after an episode's end, its last observation until another begins."""
         rows = _rows(self._shown, seen.state, seen.proprio, seen.frames)
         rests = ~seen.active[seen.final.rows]
         if rests.any():
@@ -369,7 +369,7 @@ def _observation_space(info: TaskInfo, shown: Shown) -> gymnasium.Space[Any]:
 def _rows(
     shown: Shown, state: np.ndarray, proprio: np.ndarray, frames: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """What is shown of each row, as arrays of the caller's."""
+    """The observations of each row, as arrays that belong to the caller."""
     rows = {} if shown == "frames" else {shown: state if shown == "state" else proprio}
     return rows | {camera: np.array(frames[camera]) for camera in frames}
 
@@ -382,5 +382,5 @@ def _objects(texts: Sequence[str], which: Bool) -> np.ndarray:
 
 
 def _masked(mask: Bool, **values: np.ndarray) -> dict[str, np.ndarray]:
-    """The values with Gymnasium's masks, which say of which environments they are."""
+    """The values with Gymnasium's masks of the environments that they belong to."""
     return values | {f"_{key}": mask.copy() for key in values}

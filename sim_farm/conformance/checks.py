@@ -1,4 +1,4 @@
-"""What the laws of a simulator backend are written with: episodes, actions and scenes to try, and comparisons."""
+"""Parts of the laws of a simulator backend: episodes, actions and scenes to try, and comparisons."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def physics_of(spec: TaskSpec) -> AbstractContextManager[Physics]:
 
 
 def in_another_process(work: Callable[..., T], *arguments: Any) -> T:
-    """What `work`, a function of a module, returns in a new process, which shares nothing with this one."""
+    """The result of `work`, a function of a module, in a new process that shares nothing with this one."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 

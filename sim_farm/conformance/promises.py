@@ -1,4 +1,4 @@
-"""What the farm promises of a simulator that keeps the laws, and what it cannot promise where one is broken."""
+"""Promises of the farm for a simulator that keeps the laws, and the promises that fail where a law is broken."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Promise:
     title: str
     laws: tuple[Callable[..., None], ...]
     otherwise: str
-    """What cannot be promised where one of the laws is broken."""
+    """Promise that fails if one of the laws is broken."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Examined:
     why: str = ""
     """Why it does not hold, or does not apply; else empty."""
     otherwise: str = ""
-    """What cannot be promised; empty where the law holds or does not apply."""
+    """Promise that fails; empty if the law holds or does not apply."""
 
 
 class Reporter:

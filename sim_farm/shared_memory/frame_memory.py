@@ -89,7 +89,7 @@ class FrameMemory:
 
 
 def nbytes_of(rows: int, cameras: int, size: int) -> int:
-    """Size of a frame memory of so many rows, in bytes."""
+    """Size of a frame memory of `rows` rows, in bytes."""
     return size_of(_fields(rows, cameras, size))
 
 

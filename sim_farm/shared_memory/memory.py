@@ -1,8 +1,8 @@
 """Named arrays in one block of shared memory, or in ordinary memory when everything is in one process.
 
 The creator owns the block and removes it; if the creator is killed, Python's resource tracker does. Others
-attach by name. Every byte is reserved when the block is made, because tmpfs would otherwise kill the process
-that first writes to a page that does not fit.
+attach by name. Every byte is reserved when the block is made: else tmpfs would kill the process that first writes to a
+page that does not fit.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Block:
 
     @classmethod
     def attach(cls, fields: Mapping[str, Field], name: str, private: bool = False) -> Block:
-        """The block that another process created with the same fields; `private`: what is written here stays here."""
+        """The block that another process created with the same fields; `private`: other processes do not see
+        this one's writes."""
         descriptor = os.open(FOLDER / name, os.O_RDWR)
         access = mmap.ACCESS_COPY if private else mmap.ACCESS_DEFAULT
         try:
@@ -103,7 +104,8 @@ class Block:
 
 
 def adopt(name: str) -> None:
-    """However this process ends, the block of that name goes with it, whoever makes it; until `remove`."""
+    """Remove the block of that name when this process ends, in whatever way, even if another process makes the block;
+    until `remove`."""
     resource_tracker.register(f"/{name}", "shared_memory")
 
 

@@ -43,7 +43,7 @@ MESSAGE_BYTES = 4096
 FINAL_FRAMES = ("never", "truncated", "ended")
 NO_LIMIT = 2**62
 FAULT_BYTES = 512
-"""Of the reason why an episode is broken."""
+"""Longest reason why an episode is broken, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FarmSpec:
     """Devices of the workers that draw, dealt out in turn: GPUs by CUDA's numbers, or `cpu` (software); none: what the
     driver gives first. Two renderers' pictures of one scene differ in rounding: what equals is drawn on equal ones."""
     final_frames: str = "truncated"
-    """Which episodes' last observation is drawn before the next begins: `never`, `truncated` or `ended`."""
+    """Episodes whose last observation is drawn before the next begins: `never`, `truncated` or `ended`."""
 
     def worker_of(self, env: int) -> int:
         return env % self.physics_workers
@@ -72,7 +72,7 @@ class FarmSpec:
         return env // self.physics_workers % self.groups
 
     def renderer_of(self, env: int) -> int:
-        """Which of the render workers draws the environment."""
+        """Index of the render worker that draws the environment."""
         return env % max(self.render_workers, 1)
 
     @property

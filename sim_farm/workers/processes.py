@@ -75,10 +75,10 @@ class Processes:
         self._idle: list[_Process] = []
         self._workers: list[_Worker] = []
         self._described: dict[TaskSpec, TaskInfo | str] = {}
-        """What the simulators have answered: a task's sizes, or the message of what went wrong."""
+        """The simulators' answers by task: its sizes, or an error message."""
         self._asked: dict[TaskSpec, _Process] = {}
         self.replaced: list[Replaced] = []
-        """Replacements that `take_replaced` has not returned yet."""
+        """Replacements for `take_replaced` to return."""
         self._looked_s = 0.0
 
     def prepare(self, tasks: Sequence[TaskSpec]) -> None:
@@ -301,7 +301,7 @@ class _Process:
         return True
 
     def ended(self) -> str | None:
-        """How it has ended, as the end of a sentence; None while it lives."""
+        """The end of the process, as the end of a sentence; None while it lives."""
         status = self._popen.poll()
         if status is None:
             return None

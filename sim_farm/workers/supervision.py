@@ -34,7 +34,7 @@ FRUITLESS = 5
 """Losses in a row, without new work done between them, after which a worker is given up. Three happened by chance,
 where Ray took ten seconds to start again and every ten seconds something else was lost."""
 OFTEN, WITHIN_S = 10, 60.0
-"""So many losses within so many seconds are no accident either."""
+"""Number of losses within `WITHIN_S` seconds after which a worker is given up too."""
 
 
 class State(enum.Enum):
@@ -199,8 +199,8 @@ class MemoryLimit:
     gb: float | None
 
     def exceeded(self, worker: str, pid: int, checks: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
-        """Check a process; the error, which is not raised here. None within the limit, and for `pid` 0, a process
-        that has not begun.
+        """Check a process and return the error without raising it. None within the limit, and for `pid` 0, a process
+        that is still to begin.
 
         A process that has settled within its limit, and now uses more, has grown. Any other uses as much as a new one
         would.

@@ -35,7 +35,8 @@ class FrameWriter:
     """Draws a slot's frames: the present observation, and the ended episode's last one where it is wanted."""
 
     def __init__(self, task: TaskSpec, slots: dict[str, np.ndarray], memory: FrameMemory) -> None:
-        """Make the renderer and let it draw once, so that what cannot start fails, or hangs, here."""
+        """Make the renderer and let it draw once, so that a renderer that cannot start fails, or hangs,
+        in this call."""
         self._renderer = make_renderer(task)
         self._slots, self._memory = slots, memory
         self._renderer.render([], self._renderer.info.cameras)

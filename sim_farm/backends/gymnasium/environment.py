@@ -32,7 +32,7 @@ class Environment:
     observation: Observation
     info: TaskInfo
     again: Callable[[], Instance] | None
-    """Makes a new one for the next episode, where an episode leaves traces in its environment; None elsewhere."""
+    """Makes a new environment for the next episode, if an episode leaves traces in its environment; else None."""
 
 
 def open_environment(spec: TaskSpec) -> Environment:

@@ -80,13 +80,13 @@ class Instance:
 
     @property
     def when(self) -> str:
-        """Where the episode is, for messages."""
+        """The episode's position, for messages."""
         began = f"reset(seed={self._seed})"
         return f"at step {self._steps} after {began}" if self._steps else f"after {began}"
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What goes wrong within, as the answer is read, is raised with the environment and the step."""
+        """Errors while the answer is read are raised with the environment and the step."""
         with failures_of(self.name, f"its observation {self.when}"):
             try:
                 yield

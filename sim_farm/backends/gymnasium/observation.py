@@ -46,7 +46,7 @@ class Picture:
     """Channels of one frame: 3, or 1 for shades of grey."""
     low: float
     high: float
-    """What the part's numbers are bounded by: black and white."""
+    """Bounds of the part's numbers: black and white."""
     whole: bool
     """True if they are whole ones."""
     names: tuple[str, ...]
@@ -95,7 +95,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an observation space is made of."""
+    """The parts of an observation space."""
 
     state: tuple[tuple[Path, spaces.Space[Any], int], ...]
     """Parts that are numbers, and how many each has once it is flat."""

@@ -56,7 +56,7 @@ class GymnasiumPhysics:
         self._under_way = False
 
     def _say_late_success(self) -> None:
-        """A run that was begun without success goes on without: whatever it is measured by is fixed."""
+        """A run that began without success continues without it: its measure is fixed."""
         if not self._said:
             warnings.warn(
                 f"{self.info.spec.name} reports success now, and did not in the episodes by which it was described: it "

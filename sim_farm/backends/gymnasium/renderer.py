@@ -9,7 +9,7 @@ from sim_farm.contract import TaskSpec, UInt8, new_frames
 
 
 class GymnasiumRenderer:
-    """Copies frames from scenes, each of which is its cameras' pictures [cameras, size, size, 3]."""
+    """Copies frames from scenes; a scene is its cameras' pictures [cameras, size, size, 3]."""
 
     def __init__(self, spec: TaskSpec) -> None:
         opened = open_environment(spec)

@@ -30,7 +30,7 @@ Numbers = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Trial:
-    """What the trial has shown."""
+    """Results of the trial."""
 
     reports_success: bool
     inexact: str
@@ -43,7 +43,7 @@ class Trial:
 
 @dataclass
 class _Watched:
-    """What all episodes of a trial have shown so far."""
+    """Results of all episodes of a trial so far."""
 
     parts: Observation
     reports_success: bool = False

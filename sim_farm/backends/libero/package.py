@@ -44,7 +44,7 @@ def _settle_settings(root: Path) -> None:
     """Point LIBERO at the user's settings file. Where there is none, at one in the cache folder that names the
     package's own files: LIBERO would ask for it, and write it into the user's home.
 
-    Raises `FarmError` where the user's names folders that are not there.
+    Raises `FarmError` if the user's file names missing folders.
     """
     named = os.environ.get(SETTINGS_VARIABLE)
     folder = Path(named).expanduser().absolute() if named else Path.home() / ".libero"

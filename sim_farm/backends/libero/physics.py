@@ -395,7 +395,7 @@ def _xyzw(quaternion: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
-    """All sizes of the task; raises `FarmError` for a control mode or camera that it has not."""
+    """All sizes of the task; raises `FarmError` for an unknown control mode or camera."""
     mode = CONTROL_MODES[0] if spec.control_mode is None else spec.control_mode
     if mode not in CONTROL_MODES:
         raise FarmError(f"{spec.name} has no control mode {mode!r}; valid: {', '.join(CONTROL_MODES)}")

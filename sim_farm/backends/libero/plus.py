@@ -1,6 +1,6 @@
 """LIBERO-Plus (Fei et al. 2025, arXiv:2510.13626) as perturbations of LIBERO's own tasks.
 
-Its four suites list 10,030 variants of LIBERO's 40 tasks, each by a name that says what is otherwise:
+Its four suites list 10,030 variants of LIBERO's 40 tasks, each by a name that describes the change:
 
     <task>_view_<H>_<V>_<S>_<R>_<P>_initstate_<N>            the camera's pose (N = 0), or the arm's home posture
     <task>_view_0_0_100_0_0_initstate_0_noise_<K>            the picture of `agentview`
@@ -69,14 +69,14 @@ class Variant:
     task: int
     """Index of LIBERO's task in the suite of the same name."""
     perturbation: Perturbation | None
-    """What is otherwise, told as intended; None: left out."""
+    """The change, with the intended instruction; None: left out."""
     left_out: str | None
     published: str
-    """What LIBERO-Plus's code tells the policy."""
+    """Instruction that LIBERO-Plus's code gives the policy."""
 
     @property
     def defects(self) -> tuple[str, ...]:
-        """What LIBERO-Plus's own code does otherwise than its paper says."""
+        """Differences between LIBERO-Plus's own code and its paper."""
         found = []
         if self.perturbation is not None and self.perturbation.axis != "words":
             found.append(FILE_NAME)
@@ -105,7 +105,7 @@ _NAME = re.compile(
 
 @functools.cache
 def variants(suite: str) -> tuple[Variant, ...]:
-    """All of the suite, in LIBERO-Plus's order. Raises `FarmError` where the package's wheel is not here."""
+    """All variants of the suite, in LIBERO-Plus's order. Raises `FarmError` if the package's wheel is missing."""
     return tuple(_variant(suite, index, name) for index, name in enumerate(_names()[suite]))
 
 

@@ -79,7 +79,7 @@ def _file(one: Perturbation) -> TaskFile:
 
 
 def defects(one: Perturbation) -> tuple[str, ...]:
-    """What is wrong with a variant in the package, or with what LIBERO-PRO's own code makes of it."""
+    """Errors of a variant in the package, or in LIBERO-PRO's own code for it."""
     file = _file(one)
     text = (unpacked(PRO) / file.task).read_text()
     found = []

@@ -6,7 +6,7 @@
 
 The model decides as much as the state does. LIBERO moves fixtures by changing it, and robosuite's recorder reloads it
 from XML before the first action, with all numbers rounded to six digits: on a model that is not rounded, objects fall
-otherwise within some steps. How far the gripper was told to close is in neither: robosuite moves that by a hundredth
+differently within some steps. How far the gripper was told to close is in neither: robosuite moves that by a hundredth
 per simulation step, from the middle.
 """
 
@@ -189,7 +189,7 @@ def _fill(own: Element, recorded: Element, within: bool = False) -> bool:
 
 
 def _copy_numbers(source: mujoco.MjModel, target: mujoco.MjModel) -> None:
-    """Every array of the one model into the other, which has the same sizes. Raises `FarmError` where it has not."""
+    """Copy every array of one model into the other. Raises `FarmError` if their sizes differ."""
     fields = [name for name in dir(source) if isinstance(getattr(source, name), np.ndarray) and name != "_sizes"]
     for name in fields:
         if getattr(source, name).shape != getattr(target, name).shape:

@@ -1,7 +1,8 @@
 """Progress towards a LIBERO task's goal, from which its dense reward is made.
 
 LIBERO's own reward is success alone. Its goals are conjunctions of a few predicates (`libero.envs.predicates`): an
-object is on or in something, a joint of a fixture is open, closed, turned on or off. Each has a progress here.
+object is on or in something, a joint of a fixture is open, closed, turned on or off. This module defines the progress
+of each.
 """
 
 # pyright: reportAttributeAccessIssue=false

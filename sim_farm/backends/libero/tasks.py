@@ -74,7 +74,7 @@ def task_count(suite: str) -> int:
 
 
 def spoken_name(name: str) -> str:
-    """What LIBERO's code makes an instruction of: the name of the task file, without the scene, with blanks."""
+    """The text from which LIBERO's code makes an instruction: the task file's name, without the scene, with blanks."""
     if name[0].isupper():
         name = name[name.find("SCENE") + (8 if "SCENE10" in name else 7) :]
     return " ".join(name.split("_"))

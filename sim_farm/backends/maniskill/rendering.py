@@ -168,7 +168,7 @@ def light_cameras() -> Iterator[None]:
 @functools.cache
 def _light() -> str:
     """The folder of the rewritten shader, in the project's cache: worker processes that are killed leave nothing
-    behind. `minimal` where SAPIEN's text is unknown, or nothing can be written there."""
+    behind. `minimal` if SAPIEN's text is unknown, or the folder cannot be written."""
     stock = Path(sapien.__file__).parent / "vulkan_shader"
     texts = {}
     for name, replaced in REPLACED.items():

@@ -10,7 +10,7 @@ What makes the split exact:
 A task's reward, cameras and reset are those of its ManiSkill class; `two_cubes.py` is a class of this project's own,
 and `my_package.my_tasks:maniskill/MyTask-v1` one that a user's module registers with `register_env`.
 
-SAPIEN needs a Vulkan device even to build a scene that is never drawn, because its materials live there.
+SAPIEN needs a Vulkan device even to build a scene that is never drawn, because materials are stored on the device.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def tasks() -> tuple[str, ...]:
 
 
 def instruction_of(task: str) -> str:
-    """What the robot is told: the class attribute `instruction` of a task of the user's own, or else its name in words.
+    """The robot's instruction: the class attribute `instruction` of a user's own task, else the task's name in words.
 
     Raises `FarmError` for an instruction that is no text, or too long.
     """
@@ -390,8 +390,8 @@ def _forget_targets(env: Any) -> None:
 
 
 def _wake(entities: Sequence[Any]) -> None:
-    """Wake every body and every articulation. One that an earlier episode left asleep, or about to fall asleep, would
-    otherwise do so earlier than in a new environment, and answer a push a sub-step later."""
+    """Wake every body and every articulation. If an earlier episode left one asleep, or about to fall asleep, it would
+    sleep earlier than in a new environment, and respond to a push a sub-step later."""
     movable = sapien.physx.PhysxRigidDynamicComponent, sapien.physx.PhysxArticulationLinkComponent
     for entity in entities:
         for component in entity.components:
@@ -412,7 +412,8 @@ def _stop(entity: Any) -> None:
 
 
 def _displace_robots(env: Any, norm: float, draw: np.random.Generator) -> None:
-    """Move each robot's arm joints by a vector of that norm, within their limits, and aim its controllers there."""
+    """Move each robot's arm joints by a vector of that norm, within their limits, and aim its controllers at the new
+    positions."""
     for agent in robots(env):
         body = agent.robot._objs[0]
         qpos = body.qpos.copy()
@@ -536,7 +537,7 @@ ROOT = 13
 
 def put_state(env: Any, start: SimulatorState) -> None:
     """Put the bodies into the recorded state. Those that are in it already, bit for bit, are left alone: PhysX rounds
-    what it is given. Raises `FarmError` for bodies that the scene has not, or that the recording lacks."""
+    what it is given. Raises `FarmError` for bodies that the scene or the recording lacks."""
     now = _states(env)
     recorded = {name: row for name, row in start.items() if not name.startswith("controller/")}
     if not recorded:
@@ -562,7 +563,7 @@ def put_state(env: Any, start: SimulatorState) -> None:
 
 
 def state_deviation(env: Any, recorded: SimulatorState) -> float:
-    """See `sim_farm.contract.RecordedPhysics.deviation`. Names that the scene has not are not compared."""
+    """See `sim_farm.contract.RecordedPhysics.deviation`. Names that the scene lacks are not compared."""
     now, furthest = _states(env), 0.0
     for name, row in recorded.items():
         own = now.get(name)

@@ -1,4 +1,4 @@
-"""`PushRedCube-v1` and `PushGreenCube-v1`: ManiSkill's PushCube with two cubes, of which the instruction names one.
+"""`PushRedCube-v1` and `PushGreenCube-v1`: ManiSkill's PushCube with two cubes; the instruction names one of them.
 
 Both tasks have the same scenes and pictures, seed by seed. Importing this module registers them with ManiSkill.
 """

@@ -62,7 +62,7 @@ class Task:
     solved: Callable[[list[float], Vec3], bool]
     """`(q, goal)`: whether the task is done."""
     goal: int = 0
-    """Which of the marks the instruction means. Where `solved` holds for another one, the episode has failed."""
+    """Index of the mark that the instruction means. If `solved` holds for another mark, the episode has failed."""
     marks: int = 1
     """Number of marks in the scene."""
 
