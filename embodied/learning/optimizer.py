@@ -33,13 +33,12 @@ def make_optimizer(
     decay, groups = settings.weight_decay, []
     for name, own, lr in parts:
         parameters = list(own)
-        decayed = [parameter for parameter in parameters if decay and parameter.ndim > 1]
-        rest = [parameter for parameter in parameters if not decay or parameter.ndim < 2]
-        groups += [
-            {"params": found, "lr": lr, "name": name, "weight_decay": share}
-            for found, share in ((decayed, decay), (rest, 0.0))
-            if found or not decay
-        ]
+        shares = [(parameters, 0.0)]
+        if decay:
+            matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+            others = [parameter for parameter in parameters if parameter.ndim < 2]
+            shares = [(part, share) for part, share in ((matrices, decay), (others, 0.0)) if part]
+        groups += [{"params": part, "lr": lr, "name": name, "weight_decay": share} for part, share in shares]
     if decay and not any(p.requires_grad for g in groups if g["weight_decay"] for p in g["params"]):
         raise UserError(
             f"optim.weight_decay is {decay:g}, and nothing that is trained is a matrix, which alone decays (norms and "

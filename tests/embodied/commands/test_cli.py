@@ -333,7 +333,7 @@ def test_the_whole_help_is_generated_from_the_configuration() -> None:
 @pytest.mark.parametrize("verb", SETTINGS_VERBS)
 def test_help_is_one_page_of_own_options_of_what_is_changed_most_and_of_examples(verb: str) -> None:
     status, shown = here(verb, "--help")
-    assert status == 0 and len(shown.splitlines()) < 95
+    assert status == 0 and len(shown.splitlines()) < 100
     assert "--loss.clip-high" not in shown and f"embodied {verb} --help-all" in shown
     for name in cli.arguments_of(verb).__dataclass_fields__.keys() - {"settings"}:
         assert re.search(rf"--{name.replace('_', '-')}\b|positional", shown), name

@@ -450,6 +450,9 @@ class Interrupted(LocalHandle[Any]):
     count: int = 0
     after: bool = False
 
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._start(method.__name__, args, kwargs)
+
     def _start(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.count -= method == self.method
         due = method == self.method and self.count == 0
