@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodied.algorithms.advantages import alive_actions
 from embodied.algorithms.samples import Samples
-from embodied.config.schema import Config
+from embodied.config.schema import Config, risen
 from embodied.errors import UserError, nearest
 from embodied.metric import Metric
 from embodied.run import checkpoint
@@ -103,10 +103,10 @@ class UpdateControls:
         optim = self._config.optim
         share = optim.fallen(iteration, self._config.iterations)
         # Each rises from its own first step on.
-        begun = optim.risen(iteration - optim.critic_warmup)
+        begun = risen(iteration - optim.critic_warmup, optim.lr_warmup)
         rates = {
             "policy": optim.policy_lr * share * begun,
-            "value_head": optim.value_lr * share * optim.risen(iteration),
+            "value_head": optim.value_lr * share * risen(iteration, optim.lr_warmup),
         }
         for group in optimizer.param_groups:
             group["lr"] = rates[group["name"]]

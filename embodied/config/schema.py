@@ -442,9 +442,8 @@ class OptimConfig(Section):
     """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
     learned already."""
     lr_warmup: Annotated[int, Field(ge=0)] = 0
-    """First iterations (for demonstrations: optimiser steps) over which the learning rates rise linearly. The policy's
-    rises after `critic_warmup`. Adam's first steps are as long as the rate, whatever the gradient, and can undo what a
-    policy has learned."""
+    """First iterations over which the learning rates rise linearly. The policy's rises after `critic_warmup`. Adam's
+    first steps are as long as the rate, whatever the gradient, and can undo what a policy has learned."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Course of the learning rates over the run: `constant`, or falling to zero along a line (`linear`) or along half a
     cosine (`cosine`). None: `constant` in reinforcement, `linear` for demonstrations."""
@@ -473,9 +472,10 @@ class OptimConfig(Section):
         left = {"constant": 1.0, "linear": share, "cosine": (1 - math.cos(math.pi * share)) / 2}
         return left[self.lr_schedule or schedule]
 
-    def risen(self, step: int) -> float:
-        """Share of the learning rate that `lr_warmup` has reached at a step."""
-        return max(0.0, min(1.0, (step + 1) / (self.lr_warmup + 1)))
+
+def risen(step: int, warmup: int) -> float:
+    """Share of the learning rate that is reached at a step (from 0) of a linear rise over `warmup` steps."""
+    return max(0.0, min(1.0, (step + 1) / (warmup + 1)))
 
 
 class RewardConfig(Section):
@@ -530,6 +530,8 @@ class SFTConfig(Section):
     """Rows whose action chunks are learned at once; optim.micro_batch divides it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate, which falls linearly to zero unless `optim.lr_schedule` names another course."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """First optimiser steps over which the learning rate rises linearly (openpi: 1,000)."""
     augment: Literal["openpi", "oft", "lerobot"] | None = None
     """Random changes of the pictures that are learned from, as these projects publish them: `openpi`: crop and rotation
     (not of cameras at a wrist), brightness, contrast, saturation; `oft`: crop, brightness, contrast, saturation, hue,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embodied import progress
-from embodied.config.schema import Config
+from embodied.config.schema import Config, risen
 from embodied.demonstrations import Batch, layout
 from embodied.demonstrations.augmentation import Augmentation
 from embodied.demonstrations.findings import Finding, names_of
@@ -159,7 +159,7 @@ class Imitator(TrainedPolicy):
         with self._affinity.applied(), self.ranks.waiting("take a step"):
             optim, sft = self._config.optim, self._config.sft
             for group in self.optimizer.param_groups:
-                group["lr"] = sft.lr * optim.fallen(self.done, sft.steps, "linear") * optim.risen(self.done)
+                group["lr"] = sft.lr * optim.fallen(self.done, sft.steps, "linear") * risen(self.done, sft.warmup)
             self._steps.begin()
             losses, noise = [], self._noise(self._batch, self.done + 1)
             for read, batch in self._next():

@@ -114,7 +114,7 @@ def test_a_killed_training_from_demonstrations_goes_on_as_if_it_had_not_been(
     demos = record_reach(tmp_path / "demos", 6)
     settings = {
         **IMITATION,
-        "optim": {"ema": 0.9, "weight_decay": 0.1, "lr_schedule": "cosine", "lr_warmup": 3},
+        "optim": {"ema": 0.9, "weight_decay": 0.1, "lr_schedule": "cosine"},
         "sft": {
             **IMITATION["sft"],
             "data": [str(demos.folder)],

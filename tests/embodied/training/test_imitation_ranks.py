@@ -188,7 +188,7 @@ def saved_and_loaded(own: Imitator, kind: Any, config: Config, root: Path, begin
 @pytest.mark.parametrize("sharding", ["whole", "sharded"])
 def test_a_checkpoint_of_ranks_is_gone_on_with_by_any_number(sharding: str, demos: Dataset, tmp_path: Path) -> None:
     """Bit for bit by as many ranks, to rounding by others."""
-    optim = {"ema": 0.9, "weight_decay": 0.1, "lr_warmup": 2, "lr_schedule": "cosine"}
+    optim = {"ema": 0.9, "weight_decay": 0.1, "lr_schedule": "cosine"}
     config = config_of({**FLOW, "optim": {"sharding": sharding, **optim}}, demos, batch=8, steps=8)
     for number, begin in ((2, None), (4, tmp_path / "a" / "000002")):
         folder = tmp_path / "a"

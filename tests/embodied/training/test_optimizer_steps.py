@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import policies
 from embodied.commands.evaluate import subject_of
-from embodied.config.schema import OptimConfig
+from embodied.config.schema import OptimConfig, risen
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
 from embodied.evaluation.provenance import lineage
@@ -98,7 +98,7 @@ def test_schedules(settings: dict[str, Any], expected: dict[str, list[float]]) -
     for otherwise, shares in expected.items():
         found = [OptimConfig(**settings).fallen(step, 4, otherwise) for step in range(4)]
         assert found == pytest.approx(shares)
-    assert [OptimConfig(lr_warmup=3).risen(step) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    assert [risen(step, 3) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
 
 
 def test_the_average_of_the_weights() -> None:
@@ -144,7 +144,7 @@ def test_a_checkpoint_has_the_average_beside_the_weights(
     policy = settings["policy"]
     if "checkpoint" in policy["options"]:
         policy = {**policy, "options": {**policy["options"], "lora_rank": 4}}
-    data = {**settings, "policy": policy, "optim": {"ema": 0.5, "lr_warmup": 2, "lr_schedule": "cosine"}}
+    data = {**settings, "policy": policy, "optim": {"ema": 0.5, "lr_schedule": "cosine"}}
     config = config_of(data, demos, steps=4, batch=4, measure_every=2, checkpoint_every=2)
     for name in ("whole", "parts"):
         begun = None if name == "whole" else tmp_path / "whole" / "checkpoints" / "000002"
