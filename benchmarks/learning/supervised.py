@@ -1,4 +1,4 @@
-"""What augmentation does to supervised learning, with the same demonstrations and seeds.
+"""Success after supervised learning with and without augmentation, from the same demonstrations and seeds.
 
     embodied record tabletop_scripted --env.task tabletop/reach_red --out demos/red --episodes 100
     embodied record tabletop_scripted --env.task tabletop/reach_blue --out demos/blue --episodes 100
@@ -37,13 +37,13 @@ CONFIGS: dict[str, dict[str, Settings]] = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Success after supervised learning, with and without."""
+    """Train each variant from the same demonstrations and seeds, and evaluate all on the same episodes."""
 
     data: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Recordings."""
     configs: tuple[str, ...] = ("openvla_small", "pi0_small")
     variants: tuple[str, ...] = ()
-    """Of each configuration; none: all."""
+    """Variants of each configuration that are trained; none: all."""
     seeds: tuple[int, ...] = (1, 2, 3)
     out: Path = Path("runs/supervised")
     """Folder of the runs."""

@@ -142,7 +142,7 @@ class _Process:
         self._ours.close()
 
     def _end(self) -> str:
-        """How the process ended, as text, after it closed its end of the pipe."""
+        """A text that names the exit status or signal of the process, which has closed its end of the pipe."""
         self._process.join(1)
         code = self._process.exitcode
         if code is None or code >= 0:

@@ -60,7 +60,7 @@ class Recovery:
         self.started()
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # a loss of a worker may arrive as any error; `goes_on` decides
             self.note_replaced(session.runtime, done(), tell)
             if session.config.runtime.mode == "inline" or not self.goes_on(error, done()):
                 raise

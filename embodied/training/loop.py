@@ -211,7 +211,7 @@ class TrainingLoop:
         except KeyboardInterrupt:
             self.progress.note(f"interrupted; {self.checkpoints.keep()}")
             raise
-        except Exception:
+        except Exception:  # whatever ended the run: the checkpoint in progress is completed first
             with suppress(Exception):  # what ends the run says more
                 self.checkpoints.complete_after_loss()
             raise

@@ -23,7 +23,7 @@ class Reader:
     there: Callable[[Config, Recipe], bool]
     """True if the run has it."""
     remedy: str = ""
-    """How to add this part to the run; empty if the workflow decides."""
+    """Settings that add the part to the run; empty if the workflow decides whether a run has it."""
 
 
 def _estimators(*names: str) -> Callable[[Config, Recipe], bool]:

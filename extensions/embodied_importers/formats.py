@@ -139,7 +139,7 @@ def format_of(path: Path) -> Format | None:
 
 
 def convertible(path: Path) -> str | None:
-    """What lies at `path`, with the command that converts it to a dataset; None where it is no dataset of `FORMATS`."""
+    """The recordings' format at `path`, with the command that converts them to a dataset; None for other files."""
     known, out = format_of(path), path.with_suffix("") if path.is_file() else path
     if known is None or not known.is_dataset:
         return None

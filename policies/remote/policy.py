@@ -174,7 +174,7 @@ class PolicyServer(PolicyFormat):
         return _as_json(metadata_of(options.address, options.timeout_s))
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        """What a server of this project says of the environments that its policy was trained in."""
+        """Conventions that the served policy was trained with, as a server of this project reports them."""
         options = RemoteOptions(**architecture)
         ours = _extension(metadata_of(options.address, options.timeout_s))
         conventions = None if ours is None else ours.get("conventions")

@@ -38,7 +38,7 @@ UNIT = re.compile(
 )
 """A number with the word that it counts."""
 OPEN = re.compile(r"(?:\d[\d.,/]*\s*(?:[a-zA-Z%$]+\s+)?(?:and|or|nor|to)|\b(?:than|not|except))\s+$", re.IGNORECASE)
-"""What before an announced number makes it a part of the answer: `between 3 and`, `less than`."""
+"""Words before a number that make the number a part of the answer: `between 3 and`, `less than`."""
 NAMES = r"text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|hbox|operatorname"
 LITERAL = re.compile(
     rf"\d\s*:\s*\d|\d_|\b[0-9A-F]{{2,}}_|\\circ\}}?\s*\d|(?<![_^\d])\d+\s+\d|\d\s*'|\\(?:{NAMES})\s*\{{[^{{}}]*\}}\s*\d"

@@ -68,7 +68,7 @@ def score(problem: Problem, answer: str) -> Score:
 
 
 def bounded(found: Any, verifier: str = "the verifier") -> float:
-    """What a verifier returned, as a score. An array of one number is that number. Raises `NoScore`."""
+    """The score that a verifier returned, from 0 to 1; `found` may be an array of one number. Raises `NoScore`."""
     try:
         value = float(found.item() if hasattr(found, "item") else found)
     except Exception as error:  # of whatever type the verifier returned
@@ -80,7 +80,7 @@ def bounded(found: Any, verifier: str = "the verifier") -> float:
 
 
 def _advice(found: Any) -> str:
-    """What to write in place of a verifier that returns this."""
+    """Advice to the author of a verifier that returned `found`, which is no score."""
     if found is None:
         return "write `return 0.0` where the answer is wrong"
     if inspect.iscoroutine(found):
@@ -169,7 +169,7 @@ def serve(reference: str, pipe: Connection) -> None:
             pipe.send(bounded(function(answer, expected), f"the verifier {reference}"))
         except VerifierFailed as error:
             pipe.send(error)
-        except Exception as error:
+        except Exception as error:  # whatever the author did not think of
             pipe.send(VerifierFailed(f"the verifier {reference} failed: {described(error)}"))
 
 

@@ -1,4 +1,4 @@
-"""What threads and processes read ahead comes in order, with its errors, and they end."""
+"""Rows that threads or processes read ahead arrive in order, with their errors; the threads and processes end."""
 
 from __future__ import annotations
 
