@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
@@ -67,7 +67,7 @@ class Repeats(Loader):
         self._own = own
         self._first: list[tuple[Any, Batch]] = []
 
-    def read(self, requests: Iterable[Any]) -> Iterator[tuple[Any, Batch]]:
+    def read(self, requests: Iterable[Any]) -> Generator[tuple[Any, Batch], None, None]:
         if not self._first:
             for request, batch in self._own.read(requests):
                 self._first.append((request, batch))

@@ -118,7 +118,7 @@ def _run(verb: str, arguments: list[str]) -> int:
         args = _with_options(args, arguments)
         with _shown(args):
             result = function_of(verb)(args)
-    if args.json is not None:
+    if getattr(args, "json", None) is not None:
         from embodied.files import write_json
 
         write_json(args.json, result)

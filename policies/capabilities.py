@@ -7,6 +7,7 @@ A policy has one by defining its methods. Symbols in shapes are those of `polici
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from policies.contract import Action, Inputs, Policy
+from policies.errors import PolicyError
 
 
 @runtime_checkable
@@ -174,3 +176,27 @@ class SampledElsewhere(Protocol):
         """Have the program decide by these weights. No gradient. Raises `PolicyError` for a program that does not
         answer in time, or not by these weights."""
         ...
+
+
+PROTOCOLS: tuple[type, ...] = (
+    *(Imitates, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, HasAdapter, GathersInGroups),
+    SampledElsewhere,
+)
+METHODS = {
+    name: protocol.__name__
+    for protocol in PROTOCOLS
+    for name, member in vars(protocol).items()
+    if inspect.isfunction(member) and not name.startswith("_")
+}
+"""Methods of the protocols, with the names of these."""
+
+
+def check_names(policy: Policy) -> None:
+    """Raise `PolicyError` where an attribute of another meaning has the name of a capability's method: the policy would
+    be taken for one that has the capability, in some versions of Python."""
+    for name, protocol in METHODS.items():
+        if hasattr(policy, name) and not inspect.isroutine(getattr(policy, name)):
+            raise PolicyError(
+                f"the policy {policy.kind or type(policy).__name__} has an attribute {name!r}, which is the method by "
+                f"which a policy is {protocol} (policies/capabilities.py): give it another name"
+            )

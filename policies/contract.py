@@ -33,6 +33,8 @@ class Inputs:
 
     For policies that replay what was recorded; one that learns has no business with it.
     """
+    cropped: bool = False
+    """True: the pictures are random crops already, for a policy that acts on a centre crop of as much of a picture."""
 
     def rows(self, index: Tensor) -> Inputs:
         """The inputs of the rows `index` (int64 [K])."""

@@ -23,9 +23,10 @@ KINDS = {
 }
 """Name of a kind to the module:NAME of its `PolicyKind`, which is imported when the kind is used."""
 WITHOUT_WEIGHTS = frozenset({"random", "remote", "replay", "scripted"})
-"""Kinds that are evaluated and recorded, and have nothing to train (`PolicyKind.trainable`)."""
+"""Kinds of this package that have nothing to train, known without an import; `PolicyKind.trainable` says it of any."""
 ENTRY_POINTS = "embodied_farm.policies"
-"""Group in which packages offer policies, name to `module:Class`. A name of `KINDS` cannot be replaced."""
+"""Group in which packages offer policies: a name to `module:NAME` of a `Policy` class or a `PolicyKind`. A name of
+`KINDS` cannot be replaced."""
 
 
 def kind_names() -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from policies.capabilities import check_names
 from policies.contract import Policy, PolicySpec
 from policies.errors import PolicyError, nearest, shown
 from policies.files import CONFIG, read_json
@@ -91,6 +92,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
         make: Any = found.policy_for(architecture)
         policy: Policy = make(spec, found.options(**architecture)) if found.options else make(spec, **architecture)
     policy.kind = kind  # the name by which a checkpoint's reader finds the class again
+    check_names(policy)
     return policy
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--iterations 2 --env.num-envs 4 --rollout.decisions 8 --eval.videos 0 --eval.episodes 2"
 EPISODES = "--iterations 2 --env.num-envs 16 --eval.videos 0 --eval.episodes 2"
-NAMED_BY_TIME = ("tensorboard", "evals/")
+NAMED_BY_TIME = ("tensorboard", "evals/", "films/")
 """Files of a run whose names hold a time."""
 INLINE, RAY = "--runtime.mode inline", "--runtime.mode ray"
 DECISIONS = """cartpole pendulum pushcube pushcube_rgb reach reach_reward openvla_tiny openvla_tiny_kl openvla_oft_tiny
@@ -73,9 +73,7 @@ def digests(run: Path) -> dict[str, str]:
             sha.update(name.encode() + tensor.contiguous().numpy().tobytes())
         found[str(path.relative_to(newest))] = sha.hexdigest()
     names = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
-    return found | {
-        "files": " ".join(name for name in names if not name.startswith(("tensorboard", "evals/", "films/")))
-    }
+    return found | {"files": " ".join(name for name in names if not name.startswith(NAMED_BY_TIME))}
 
 
 def results(rows: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -110,7 +108,8 @@ def main() -> int:
         return 0
     before, differ = json.loads(given.against.read_text()), 0
     for row, now in found.items():
-        parts = sorted(key for key in now.keys() | before[row].keys() if now.get(key) != before[row].get(key))
+        then = before.get(row, {})
+        parts = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key) or key == "failed")
         print(f"{row}: {'equal' if not parts else 'DIFFERS in ' + ', '.join(parts)}")
         differ += bool(parts)
     return int(differ > 0)

@@ -31,6 +31,10 @@ METRICS = (
 """The scale of returns."""
 
 
+GONE = ("lr_share", "entropy_coef", "reference_kl")
+"""Controls that checkpoints of earlier versions have: the learning rate by KL, and two adaptive coefficients."""
+
+
 @dataclass(frozen=True)
 class ReturnScale:
     """Running statistics of returns after some updates."""
@@ -43,8 +47,9 @@ class ReturnScale:
 
     @classmethod
     def read(cls, numbers: Mapping[str, float]) -> ReturnScale:
-        """The statistics in `numbers`. Raises `UserError` for unknown names."""
+        """The statistics in `numbers`, without controls that are `GONE`. Raises `UserError` for other names."""
         known = list(asdict(cls()))
+        numbers = {name: number for name, number in numbers.items() if name not in GONE}
         for name in numbers:
             if name not in known:
                 raise UserError(f"the checkpoint has a control {name!r}{nearest(name, known)}; use an earlier one")

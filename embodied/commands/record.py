@@ -150,7 +150,7 @@ def _show(result: dict[str, Any]) -> None:
 def _act(config: Config, session: Session, folder: Path | None, episodes: int, disturb: float) -> list[EpisodeResult]:
     """The policy's episodes, as actions, in the order of trials. No frame is drawn that the policy does not read."""
     specs = demonstration_episodes(config.seed, episodes, config.eval.recorded_states)
-    with session.farm(trials_farm(config, session, specs, range(episodes))) as farm:
+    with session.farm(trials_farm(config, session, specs, range(episodes)), workers=1) as farm:
         sizes = policy_spec(config, farm.infos[0])
         reach = session.reach(farm)
         worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, folder, disturb)

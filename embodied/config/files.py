@@ -44,6 +44,8 @@ REMOVED: dict[str, Any] = {
     "runtime.trace": True,
 }
 """Former settings, which folders of earlier runs still name, with the values that they had by default."""
+NEVER_LEARNED = ("farm.pin", "optim.threads", "plan.any_hardware", "runtime.trace", "eval.every_episodes")
+"""Those of them that decided nothing of what a policy learns: any value is ignored."""
 
 
 def shipped_configs() -> dict[str, str]:
@@ -122,8 +124,8 @@ def saved_config(path: Path) -> Config:
 
 
 def former_settings(path: Path) -> list[str]:
-    """Keys of former settings that the file still has, at the values that they had by default: the run is the same
-    without them. Raises `UserError` for another value, with which it would be another run."""
+    """Keys of former settings that the file still has, and without which the run is the same. Raises `UserError` for a
+    value with which it would be another run."""
     return _former(_mapping(path), path)
 
 
@@ -134,7 +136,7 @@ def _former(data: Mapping[str, Any], path: Path) -> list[str]:
         section = _section(data, sections)
         if last not in section:
             continue
-        if section[last] != default:
+        if section[last] != default and key not in NEVER_LEARNED:
             raise UserError(
                 f"{path}: {key} is {shown(section[last])}, and there is no such setting any more (its default, "
                 f"{shown(default)}, is what every run does): use the version that wrote the file, or take the line out "

@@ -450,8 +450,9 @@ class OptimConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decay of trained matrices, as a share of the learning rate per step. Norms and biases do not decay."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay per step of an exponential moving average of the trained weights (openpi: 0.999), which every checkpoint
-    has in `average/` beside the weights; `--checkpoint average` evaluates it. None: no average is kept."""
+    """Decay per step of an exponential moving average of the trained weights (openpi: 0.99, for π₀.₅ on LIBERO 0.999).
+    Every checkpoint has the average in `average/` beside the weights, and `--checkpoint average` evaluates it. None: no
+    average is kept."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Added to the root of Adam's second moment: smaller gradients count for less. Those of 7e9 weights of norm 1
     are as small as 1e-5 itself; there 1e-8 is usual."""

@@ -121,6 +121,8 @@ def _lerobot(picture: Tensor, draw: Draw, is_wrist: bool) -> Tensor:
     return picture
 
 
+CROPS = frozenset({"oft"})
+"""Recipes whose crop takes the place of the centre crop that the policy acts on."""
 RECIPES: Mapping[str, Callable[[Tensor, Draw, bool], Tensor]] = {"openpi": _openpi, "oft": _oft, "lerobot": _lerobot}
 """Recipes by their names in `sft.augment`: of a picture float32 [3, H, W] in 0..1, with random numbers, and whether its
 camera is at a wrist."""

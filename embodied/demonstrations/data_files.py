@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -360,7 +360,7 @@ Result = TypeVar("Result")
 
 def read_ahead(
     read: Callable[[Key], Result], keys: Iterable[Key], *, workers: int = 2, depth: int = 4
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """`read(key)` of each key, in the order of the keys.
 
     `workers` threads run at most `depth` keys ahead of the caller, so that at most `depth` results wait at once. Keys

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -66,7 +66,7 @@ class Loader:
         for process in self._processes:
             self._idle.put(process)
 
-    def read(self, requests: Iterable[R]) -> Iterator[tuple[R, Batch]]:
+    def read(self, requests: Iterable[R]) -> Generator[tuple[R, Batch], None, None]:
         """Each request and its batch, in the order of the requests. Several are read ahead of the caller.
 
         Close the iterator before the loader. Raises `DatasetError` where a row cannot be read, and `UserError` where

@@ -316,7 +316,8 @@ def _run_episodes(
             left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
             title += f", {duration(left_s)} left in all)" if done else ")"
         table = protocol.perturbations.get(task, ())
-        with session.farm(trials_farm(config, session, protocol.episodes(task), left, table)) as farm:
+        trials = trials_farm(config, session, protocol.episodes(task), left, table)
+        with session.farm(trials, workers=int(worker is None)) as farm:
             protocol.check(task, farm.infos[0])
             if (why := farm.infos[0].inexact) and (note := not_repeatable(task, why)) not in warnings:
                 warnings.append(note)

@@ -52,12 +52,12 @@ class Session:
         specs: FarmSpec | Sequence[FarmSpec],
         assignments: Sequence[FarmAssignment] = (),
         frame_rows: Callable[[tuple[TaskInfo, ...]], int] | None = None,
-        workers: int = 1,
+        workers: int = 0,
     ) -> Iterator[Farm]:
         """A farm with all its environments built; its workers and memory are gone when the block ends.
 
-        `assignments` of each task; none: as configured, for as many workers as the farm has. Meanwhile the processes of
-        so many `workers` of the runtime are started, which the block will need.
+        `assignments` of each task; none: as configured, for as many workers as the farm has. While environments are
+        built, processes are started for the `workers` that the block will start.
         """
         specs = (specs,) if isinstance(specs, FarmSpec) else tuple(specs)
         placed = assignments or [self._configured(spec) for spec in specs]

@@ -78,7 +78,7 @@ class OptimizerSteps:
         begun = {
             p: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for p in trained
-            if p.grad is not None and AVERAGE not in states.get(p, {})
+            if (p.grad is not None or states.get(p)) and AVERAGE not in states.get(p, {})
         }
         self._optimizer.step()
         for parameter, average in begun.items():

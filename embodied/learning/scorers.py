@@ -78,7 +78,8 @@ class ReferenceWorker(Scorer):
         super().__init__(context.affinity)
         self._context = context
         self._policy = None if policy is None else policy.requires_grad_(False)
-        self._shared = False
+        self._as_it_began: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context in which the policy is the one that training began with."""
         optim = context.config.optim
         self._micro_batch = optim.micro_batch or optim.minibatch
 
@@ -98,9 +99,8 @@ class ReferenceWorker(Scorer):
 
     def share(self, policy: Policy) -> None:
         """Use the learner's untrained policy, if its present state can be had from it later; else a copy."""
-        self._shared = isinstance(policy, HasAdapter) and policy.has_new_adapter
-        if self._shared:
-            self._policy = policy
+        if isinstance(policy, HasAdapter) and policy.has_new_adapter:
+            self._policy, self._as_it_began = policy, policy.without_adapter
         else:
             own = replace(self._context, shares=False).policy()
             assert own is not None
@@ -111,7 +111,7 @@ class ReferenceWorker(Scorer):
         assert self._policy is not None, "a reference worker without a policy is given one by share"
         taken = batch.mask.flatten().nonzero()[:, 0]
         found = torch.zeros_like(batch.log_prob.flatten(0, 1))
-        with torch.no_grad(), self._as_it_began(self._policy):
+        with torch.no_grad(), self._as_it_began():
             for rows in taken.split(self._micro_batch or max(len(taken), 1)):
                 found[rows] = self._log_prob(self._policy, batch, rows)
                 progress.report()
@@ -120,9 +120,6 @@ class ReferenceWorker(Scorer):
     def _log_prob(self, policy: Policy, batch: Trajectories, rows: Tensor) -> Tensor:
         decisions, device = batch.decisions.select(rows), device_of(policy)
         return policy.evaluate(decisions.inputs(device), decisions.trace(device)).log_prob.to(CPU)
-
-    def _as_it_began(self, policy: Policy) -> AbstractContextManager[None]:
-        return policy.without_adapter() if self._shared and isinstance(policy, HasAdapter) else nullcontext()
 
 
 # --- rewards from frames and instructions

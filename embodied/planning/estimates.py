@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
+from embodied.learning.sharding import rank_bytes
 from embodied.planning.clusters import roles_of
 from embodied.planning.flops import Work, batched, costs_of, nbytes
 from embodied.rollout.policy_worker import blank_inputs
@@ -26,9 +27,6 @@ from policies.contract import Inputs, Policy
 from schedulers import Cluster, ComponentProfile, Point, Profile, Workflow
 from schedulers.cards import EFFICIENCY, UPDATE_EFFICIENCY, Card, find_card
 from sim_farm.workers.hosts import InProcess
-
-TRAINED_COPIES = 4
-"""A trained parameter is itself, its gradient, and Adam's two moments."""
 
 
 class Costs(Protocol):
@@ -103,11 +101,10 @@ def with_estimates(profile: Profile, config: Config, workflow: Workflow, cluster
     rows = max(workflow.environments(i) for i in range(len(workflow.loops)))
     decisions = {n: decision_seconds(costs, n, card) for n in _halves(rows)}
     updates = {n: update_seconds(costs, config, workflow, n, card) for n in _halves(workflow.items)}
-    size, trained = nbytes(policy), sum(p.numel() * p.element_size() for p in policy.parameters() if p.requires_grad)
-    held = float(size + (TRAINED_COPIES - 1) * trained)
+    size, held = nbytes(policy), sum(rank_bytes(policy, 1, False, config.optim.ema is not None).values())
     estimated = {
         roles.policy: replace(_on(acting, decisions, card, EFFICIENCY), resident_bytes=float(size)),
-        roles.learner: replace(_on(learning, updates, card, UPDATE_EFFICIENCY), resident_bytes=held),
+        roles.learner: replace(_on(learning, updates, card, UPDATE_EFFICIENCY), resident_bytes=float(held)),
     }
     return replace(profile, components={**profile.components, **estimated})
 

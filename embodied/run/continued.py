@@ -110,7 +110,7 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
     recorded = recorded_settings(run_dir)
     refuse_code(recorded, run_dir / CONFIG, given.named_code)
     if former := former_settings(run_dir / CONFIG):
-        say(f"{run_dir / CONFIG} has former settings, all at their defaults, which are ignored: {', '.join(former)}")
+        say(f"{run_dir / CONFIG} has former settings, which are ignored: {', '.join(former)}")
     before, now = _flat(recorded), _flat(given)
     typed = {key for key in typed if key in before.keys() | now.keys()}
     if stage == "rl" and not _falls(recorded, stage) and before["iterations"] <= min(done(run_dir), now["iterations"]):

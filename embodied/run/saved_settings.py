@@ -48,5 +48,6 @@ def find_run(run: str, runs_dir: Path) -> Path | None:
 
 
 def run_of_checkpoint(folder: Path) -> Path | None:
-    """The run below which a checkpoint lies: RUN/checkpoints/000120, or one that is to be removed, a folder deeper."""
-    return next((up for up in list(folder.resolve().parents)[1:3] if (up / CONFIG).is_file()), None)
+    """The run below which a checkpoint lies: RUN/checkpoints/000120, one in a folder of interim checkpoints, or the
+    average of either."""
+    return next((up for up in list(folder.resolve().parents)[1:4] if (up / CONFIG).is_file()), None)

@@ -2,7 +2,7 @@
 
 Data crosses machines in calls of the worker that has it: frames (`trajectories.memory`) and weights
 (`shared_tensors`) in parts of at most `CALL_BYTES`, physics in answers of at most `ANSWER_BYTES`. A call is late after
-the inner deadline of its caller, and each part is progress of its receiver. `ray.workers` and `ray.farm` make the
+the inner deadline of its caller, and each part is progress of its receiver. `ray.actors` and `ray.far_physics` make the
 calls.
 
 A relay runs on the client's machine, and an ordinary physics worker at the far end:

@@ -23,7 +23,7 @@ from embodied.training.preflight import (
     check_training,
     unknown_nodes,
 )
-from embodied.training.sft import check_shares, read_demonstrations
+from embodied.training.sft import check_augmentation, check_shares, read_demonstrations
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
 from embodied.workflows.checks import check_tasks
 from embodied.workflows.context import make_policy, policy_spec
@@ -62,6 +62,7 @@ def sft_dry_run(config: Config) -> dict[str, Any]:
     """Check a training from demonstrations, ask an environment for its sizes, build the policy, and open the data where
     it is named. Returns the figures that it prints."""
     check_shares(config)
+    check_augmentation(config)
     check_evaluation(config, (config.env.task,))
     check_own_evaluation(config)
     info = InProcess().describe(task_spec(config))
@@ -172,6 +173,7 @@ def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int
     return {
         "weights": sum(p.numel() * p.element_size() for p in policy.parameters()),
         "gradients_and_moments": GRADIENT_AND_MOMENTS * 4 * _count(policy, trained=True),
+        **({"average": 4 * _count(policy, trained=True)} if run.config.optim.ema is not None else {}),
         "trajectories": sum(field.nbytes for field in layout.fields.values()),
         "frames": frames if policy.spec.cameras else 0,
     }

@@ -8,7 +8,7 @@ every number of ranks; each rank reads its own share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from embodied import progress
 from embodied.config.schema import Config, risen
 from embodied.demonstrations import Batch, layout
-from embodied.demonstrations.augmentation import Augmentation
+from embodied.demonstrations.augmentation import CROPS, Augmentation
 from embodied.demonstrations.findings import Finding, names_of
 from embodied.demonstrations.inspection import Inspection
 from embodied.demonstrations.loader import Loader, Request
@@ -87,6 +87,11 @@ class Imitator(TrainedPolicy):
         self.done = 0
         """Steps."""
         self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._ahead: Generator[tuple[Pass, Batch], None, None] | None = None
+        """Passes of the steps to come, in their order."""
+        group = Ranks("learner", rank, ranks, device_of(policy))
+        super().__init__(policy, config, replace(place, threads=threads), group)
+        # Last, since its processes have to be closed.
         self._loader = Loader(
             demonstrations,
             chunk=policy.spec.predicted,
@@ -94,10 +99,6 @@ class Imitator(TrainedPolicy):
             augmentation=Augmentation(config.sft.augment, config.seed) if config.sft.augment else None,
             workers=config.sft.loader_workers,
         )
-        self._ahead: Iterator[tuple[Pass, Batch]] | None = None
-        """Passes of the steps to come, in their order."""
-        group = Ranks("learner", rank, ranks, device_of(policy))
-        super().__init__(policy, config, replace(place, threads=threads), group)
 
     def _use(self, parallel: ReplicatedPolicy) -> None:
         super()._use(parallel)
@@ -206,8 +207,10 @@ class Imitator(TrainedPolicy):
         return {"sft/held_out_loss": found["loss"], "sft/held_out_distance": found["distance"] / found["count"]}
 
     def close(self) -> None:
-        """End what reads ahead."""
-        self._ahead = None
+        """End the threads or processes that read ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         self._loader.close()
 
     def leave(self) -> None:
@@ -223,8 +226,9 @@ class Imitator(TrainedPolicy):
         """The pass's share of the mean loss of a minibatch, whose `noise` has a row for each."""
         device = device_of(self.policy)
         assert isinstance(self.policy, Imitates)  # checked when it was made
+        cropped = read.epoch is not None and self._config.sft.augment in CROPS
         losses = self.policy.imitate(
-            self._shown(batch),
+            replace(self._shown(batch), cropped=cropped),
             torch.from_numpy(batch.actions).to(device),
             torch.from_numpy(~batch.padding).to(device),
             torch.from_numpy(noise[read.places]).to(device),
@@ -250,8 +254,9 @@ class Imitator(TrainedPolicy):
             self._ahead = self._loader.read(
                 part for step in due for part in self._passes(self._rows(step), self._epoch_of(step))
             )
+        ahead = self._ahead
         try:
-            for read, batch in self._ahead:
+            for read, batch in ahead:
                 yield read, batch
                 if read.last:
                     return

@@ -210,11 +210,11 @@ class TrajectoryMemory:
 
     def inputs(self, rows: Tensor, device: torch.device = CPU, frames: bool = True) -> Inputs:
         """The observations at flat rows [n] on the device; every frame is copied once."""
-        found = {name: self._at(f"{INPUT}{name}", rows, device) for name in ("state", "proprio", "episode")}
+        state, proprio, episode = (self._at(f"{INPUT}{name}", rows, device) for name in ("state", "proprio", "episode"))
         pictures = {}
         if frames and self.frames is not None:
             pictures = self.frames_at(rows, device)
-        return Inputs(**found, frames=pictures, instruction=self._texts(rows))
+        return Inputs(state, proprio, pictures, self._texts(rows), episode)
 
     def trace(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
         """The trace needed to re-evaluate the decisions at flat rows [n], on `device`."""

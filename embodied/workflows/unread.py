@@ -192,7 +192,10 @@ VERBS = {
     "serve": Reads(("seed", "env", "policy"), _ACTS),
     "inspect": Reads(
         ("seed", "env", "policy", "extra_tasks", "sft", "eval.tasks"),
-        (*_ACTS, "sft.steps", "sft.batch", "sft.lr", "sft.measure_every", "sft.checkpoint_every"),
+        (
+            *(*_ACTS, "sft.steps", "sft.batch", "sft.lr", "sft.warmup", "sft.measure_every", "sft.checkpoint_every"),
+            *("sft.augment", "sft.loader_workers"),
+        ),
     ),
     "profile": Reads(_ITERATIONS),
     "plan": Reads(_ITERATIONS),

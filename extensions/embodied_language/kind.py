@@ -33,7 +33,8 @@ class LanguageFormat(PolicyFormat):
         return int(architecture.get("rows", LanguageOptions.rows))
 
     def reads(self, config: Mapping[str, Any]) -> bool:
-        return any(str(name).endswith("ForCausalLM") for name in config.get("architectures") or ())
+        names = config.get("architectures")
+        return isinstance(names, list) and any(str(name).endswith("ForCausalLM") for name in names)
 
     def write(self, policy: LanguagePolicy, folder: Path) -> None:
         """A PEFT directory where an adapter is trained, else the whole model, with its tokenizer."""

@@ -60,15 +60,16 @@ class Preprocessing:
     """Keep the middle `CROP_AREA` of the picture, and resize that to S."""
     backend: str = "device"
 
-    def __call__(self, frames: Tensor) -> Tensor:
-        """uint8 [B, H, W, 3] to float32 [B, 6, S, S]: three channels normalised for each tower."""
+    def __call__(self, frames: Tensor, cropped: bool = False) -> Tensor:
+        """uint8 [B, H, W, 3] to float32 [B, 6, S, S]: three channels normalised for each tower. Frames that are
+        `cropped` already get no centre crop."""
         if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
             raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
         if self.environment_jpeg:
             frames = jpeg(frames)
         if self.environment_resize:
             frames = lanczos(frames, self.size)
-        if self.center_crop:
+        if self.center_crop and not cropped:
             frames = (center_crop(frames, self.size) * 255.5).to(torch.uint8)
         pixels = self._square(frames).permute(0, 3, 1, 2).float().div(255)
         towers = [

@@ -240,12 +240,12 @@ class TokenPolicy(lora.AdaptedPolicy):
             if frame is None:
                 given = ", ".join(inputs.frames) or "none"
                 raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            pixels.append(self.pixels(frame))
+            pixels.append(self.pixels(frame, inputs.cropped))
         return torch.stack(pixels, 1)
 
-    def pixels(self, frames: Tensor) -> Tensor:
-        """A camera's uint8 [B, H, W, 3] to float32 [B, 6, S, S]."""
-        return self.preprocessing(self.transforms.frames(frames))
+    def pixels(self, frames: Tensor, cropped: bool = False) -> Tensor:
+        """A camera's uint8 [B, H, W, 3] to float32 [B, 6, S, S]; `cropped` as in `Inputs`."""
+        return self.preprocessing(self.transforms.frames(frames), cropped)
 
     def _images(self, inputs: Inputs, features: Tensor | None) -> Tensor:
         """[B, I * patches, D]: the cameras' patches, from the features of `precompute` if there are any."""

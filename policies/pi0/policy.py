@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 as a policy: a chunk is the end of an integration, some of whose steps are drawn and scored.
+"""pi0 and pi0.5 as a policy: a chunk is the result of an integration; some of its steps are sampled and scored.
 
 Flow-noise, the learned deviation of a drawn step, is a small network of its own.
 """

@@ -82,6 +82,7 @@ class Processes:
         self._looked_s = 0.0
 
     def prepare(self, tasks: Sequence[TaskSpec]) -> None:
+        self._drop_ended()
         unused = list(self._idle)
         for task in tasks:
             process = next((one for one in unused if one.simulator == _simulator(task)), None)
@@ -95,6 +96,7 @@ class Processes:
     def describe(self, task: TaskSpec) -> TaskInfo:
         """The task's sizes, from a simulator in a process, which is asked once. Raises `FarmError` with the message of
         what went wrong there, or where no answer has come within `start_s` seconds."""
+        self._drop_ended()
         if task not in self._described and task not in self._asked:
             mine = [process for process in self._idle if process.simulator == _simulator(task)]
             if not mine:
@@ -117,6 +119,13 @@ class Processes:
             del self._described[task]
             raise FarmError(found)
         return found
+
+    def _drop_ended(self) -> None:
+        """Forget idle processes that have died since they served. One that was asked for a task is told of there."""
+        asked = set(map(id, self._asked.values()))
+        for process in [one for one in self._idle if id(one) not in asked and one.ended() is not None]:
+            process.end()
+            self._idle.remove(process)
 
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> _Worker:
         worker = _Worker(self, setup, memory, self.replaced)
@@ -166,6 +175,7 @@ class Processes:
                 self._idle.remove(process)
                 if process.ended() is None:
                     return process
+                process.end()
         return self._start(setup.spec.task)
 
     def release(self, worker: _Worker, deadline_s: float) -> None:
@@ -342,11 +352,17 @@ def main(descriptor: int) -> None:
 
 
 def _receive(connection: Connection, received: queue.SimpleQueue) -> None:
-    """Hand over what the caller's process sends, and end this process when that does: nothing else closes the pipe."""
+    """Hand over what the caller's process sends, and end this process when that does: nothing else closes the pipe.
+    What cannot be read (an object of the caller's script, which is not imported here) ends it too."""
     try:
         while True:
             received.put(connection.recv())
     except (EOFError, OSError):
+        pass
+    except Exception:  # unpickling raises anything
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
         os._exit(1)
 
 

@@ -163,7 +163,8 @@ class Supervision:
             self._note_replaced(time.monotonic() - self._worker.losses[-1].at_s)
 
     def _note_replaced(self, down_s: float) -> None:
-        assert self._why is not None
+        if self._why is None:  # it left its farm while its successor was built, in another thread
+            return
         self._replaced.append(Replaced(self.name, self._why, down_s))
         self._why = None
 

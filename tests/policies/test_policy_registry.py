@@ -14,6 +14,7 @@ from policies import PolicyError, PolicySpec, kinds
 from policies.conformance.laws import perturb
 from policies.contract import actor_parameters
 from policies.registry import policy_kind
+from policies.small.gaussian_mlp import GaussianMLP
 
 SPEC = PolicySpec(action_dim=3, chunk=2, state_dim=5)
 SMALL = {"widths": [16, 16], "critic_widths": [8]}
@@ -226,6 +227,19 @@ def without(folder: Path, *names: str) -> None:
     for name in names:
         del config["architecture"][name]
     path.write_text(json.dumps(config))
+
+
+class Sharded(GaussianMLP):
+    """A policy with a number that has the name of a capability's method."""
+
+    def __init__(self, spec, **options):
+        super().__init__(spec, **options)
+        self.shards = 4
+
+
+def test_an_attribute_with_the_name_of_a_capability_is_refused():
+    with pytest.raises(PolicyError, match="has an attribute 'shards', .* by which a policy is GathersInGroups"):
+        policies.build(f"{__name__}:Sharded", PolicySpec(2, state_dim=3), 0)
 
 
 def test_what_an_older_checkpoint_lacks_is_the_default(tmp_path):

@@ -393,3 +393,32 @@ def test_a_workers_error_reaches_the_client_with_its_message() -> None:
             assert farm.tasks[0].slots["phase"][0] == FAILED
             host.watch()
         assert not host.take_replaced(), "another worker would fail as well"
+
+
+def test_an_idle_process_that_has_died_is_replaced_for_the_next_farm() -> None:
+    spec = replace(LISTED, **SPLIT)
+    with closing(MortalProcesses()) as host:
+        with closing(Farm.create(spec, host)):
+            pids = host.pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: all(process.ended() for process in host._idle))
+        with closing(Farm.create(spec, host)) as farm:
+            assert_same(run(spec), drive(farm), "new processes change results")
+            assert not {*pids} & {*host.pids()}
+
+
+class Unreadable:
+    """An object that another process cannot unpickle, as one of a class of the caller's script."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_a_process_that_cannot_read_its_setup_ends() -> None:
+    with closing(MortalProcesses()) as host:
+        host.describe(LISTED.task)
+        (process,) = host._idle
+        process._connection.send(Unreadable())
+        until(process.ended)
+        assert process.ended() == "ended (status 1)"

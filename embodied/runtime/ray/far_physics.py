@@ -99,9 +99,9 @@ class FarHost:
             )
         rank = self._nodes[: setup.index].count(node)
         far = replace(setup, memory=None, core=None if setup.core is None else rank)
+        worker = _FarWorker(self, far, memory, node, self._here.replaced)
         if not self._workers:
             self.cluster.watchers.append(self.watch)
-        worker = _FarWorker(self, far, memory, node, self._here.replaced)
         self._workers.append(worker)
         return worker
 
@@ -168,9 +168,9 @@ class _FarWorker:
         """Nothing to do: the farm rings in shared memory."""
 
     def close(self, deadline_s: float) -> None:
-        self.supervision.end()
         if self._host.cluster.ray_processes.lost() is None:
             self._relay.join(deadline_s)
+        self.supervision.end()
         self._host.release(self, self._actor, deadline_s)
 
     # --- the far end of the relay, in its thread

@@ -148,3 +148,9 @@ def test_a_run_that_goes_on_adapts_as_if_it_had_not_stopped(tmp_path: Path) -> N
 def test_returns_without_a_critic_are_not_scaled() -> None:
     with pytest.raises(UserError, match="has no critic"):
         check_algorithm(parse_config({"workflow": "grpo", "advantage": {"normalise_returns": True}}, "test"))
+
+
+def test_controls_of_earlier_versions_are_left_out_and_unknown_ones_refused() -> None:
+    assert ReturnScale.read({"lr_share": 0.5, "return_mean": 2.0}) == ReturnScale(return_mean=2.0)
+    with pytest.raises(UserError, match="has a control 'speed'"):
+        ReturnScale.read({"speed": 1.0})

@@ -323,12 +323,12 @@ def test_from_python_a_complete_configuration_is_compared_and_a_named_one_stays(
 def test_a_run_of_an_earlier_version_goes_on_without_its_former_settings(begun: Path) -> None:
     path = begun / "config.yaml"
     now = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**now, "farm": {**now["farm"], "pin": True}}))
-    assert "former settings, all at their defaults, which are ignored: farm.pin" in resumed(begun, "--iterations", "3")
-    assert yaml.safe_load(path.read_text()) == {**now, "iterations": 3}
     path.write_text(yaml.safe_dump({**now, "farm": {**now["farm"], "pin": False}}))
+    assert "former settings, which are ignored: farm.pin" in resumed(begun, "--iterations", "3")
+    assert yaml.safe_load(path.read_text()) == {**now, "iterations": 3}
+    path.write_text(yaml.safe_dump({**now, "loss": {**now["loss"], "dual_clip": 3.0}}))
     output = resumed(begun, "--iterations", "4", status=2)
-    assert "farm.pin is False, and there is no such setting any more (its default, True" in output
+    assert "loss.dual_clip is 3.0, and there is no such setting any more (its default, None" in output
 
 
 def test_former_settings_that_have_another_key_are_read_under_that(begun: Path) -> None:

@@ -131,6 +131,20 @@ def test_the_average_of_the_weights() -> None:
     assert {p for p in adam.state if "average" in adam.state[p]} == set(policy.value_head.parameters())
 
 
+def test_an_average_that_begins_later_has_every_parameter_that_was_trained_before() -> None:
+    """A checkpoint has the average of all parameters with moments, or of none."""
+    policy = made()
+    steps, adam = steps_of(policy)
+    learn(policy, steps, 1)
+    later = OptimizerSteps(steps._parallel, adam, OptimConfig(ema=0.5))
+    later.begin()
+    for parameter in policy.value_head.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    later.norm()
+    later.take()
+    assert all("average" in adam.state[parameter] for parameter in policy.parameters() if adam.state.get(parameter))
+
+
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return record_reach(tmp_path_factory.mktemp("recorded") / "demos", 6, image_size=56)

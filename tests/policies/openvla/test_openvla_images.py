@@ -107,3 +107,10 @@ def test_frames_of_another_type_are_refused(wrong):
 def test_unknown_options_list_the_known_ones(option):
     with pytest.raises(PolicyError, match="must be one of (resize-naive, letterbox, resize-crop|device, pillow), got"):
         preprocessing(**option)
+
+
+def test_pictures_that_are_random_crops_already_get_no_centre_crop():
+    frame, zeros, ones = LIBERO["frame"][None], ((0.0,) * 3,), ((1.0,) * 3,)
+    acts_on_crop, whole = (Preprocessing(224, zeros, ones, center_crop=crop) for crop in (True, False))
+    assert torch.equal(acts_on_crop(frame, cropped=True), whole(frame))
+    assert not torch.equal(acts_on_crop(frame), whole(frame))
