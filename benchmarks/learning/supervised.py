@@ -64,9 +64,7 @@ def run(name: str, variant: str, settings: Settings, seed: int, arguments: Argum
     and its held-out loss."""
     own = {"name": f"{name}-{variant.replace(' ', '-')}-{seed}", "seed": seed, "sft.data": arguments.data}
     own |= {"optim.ema": EMA, "eval.videos": 0, "runtime.mode": "inline"}
-    config = with_settings(
-        load_config(name), settings | own | {"optim.ema": EMA, "eval.videos": 0, "runtime.mode": "inline"}, name
-    )
+    config = with_settings(load_config(name), settings | own, name)
     folder = Path(sft_run(config, name, arguments.out, True)["run"])
     evaluated = json.loads((folder / "eval.json").read_text())
     return {
