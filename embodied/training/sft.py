@@ -178,7 +178,7 @@ def start_imitators(
     finally:
         if session is None:
             group.call_all(Imitator.close)
-        group.end()
+    group.end()  # after a failure the session drops them: to end one that died would hide why
 
 
 def imitate(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +14,24 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import policies
 from embodied.cli import main
 from embodied.config.schema import Config
 from embodied.demonstrations import Batch, Dataset
-from embodied.errors import UserError
+from embodied.errors import PeerFailed, UserError
+from embodied.execution.session import open_session
 from embodied.learning.parallel import ReplicatedPolicy
 from embodied.learning.sharding import rank_bytes
 from embodied.run import checkpoint
+from embodied.training import sft
 from embodied.training.imitator import Imitator, Pass
-from embodied.training.sft import check_shares, read_demonstrations
+from embodied.training.sft import check_shares, imitate, read_demonstrations
 from policies.contract import Inputs
 from policies.small.encoders import Normalizer
+from sim_farm.client.farm import WorkerFailed
 from tests.embodied.support.expert import record_reach
 from tests.embodied.support.ranks_in_processes import on_ranks
 from tests.embodied.training.test_imitation import PIXELS, STATES, config_of, info_of
@@ -204,6 +210,41 @@ def test_a_checkpoint_of_ranks_is_gone_on_with_by_any_number(sharding: str, demo
     saved = policies.load(tmp_path / "a" / "000004" / "average")
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter, straight.get(f"average of {name}", straight[name]))
+
+
+class Mortal(Imitator):
+    """The second rank is killed in its tenth step."""
+
+    def step(self) -> float:
+        if self.done == 9 and self.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["whole", "sharded"])
+def test_a_run_whose_rank_was_killed_continues_bit_for_bit(
+    sharding: str, demos: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**FLOW, "optim": {"ranks": 2, "sharding": sharding, "ema": 0.9}, "runtime": {"mode": "ray"}}
+    config = config_of(settings, demos, batch=8, steps=12, checkpoint_every=4)
+
+    def learn(run: str, begin: Path | None = None) -> None:
+        with open_session(config) as session:
+            imitate(config, info_of(config), tmp_path / run, begin, session=session)
+
+    learn("whole")
+    with monkeypatch.context() as patched, pytest.raises((WorkerFailed, PeerFailed), match="learner 1 died"):
+        patched.setattr(sft, "Imitator", Mortal)
+        learn("killed")
+    found = checkpoint.latest(tmp_path / "killed" / "checkpoints")
+    assert found is not None and checkpoint.read_state(found).iteration in (4, 8)  # the second may be half written
+    learn("killed", found)
+    files = [path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("000012/**/*.safetensors")]
+    assert len(files) >= 3  # the policy, its average, the optimiser's state
+    for file in files:
+        one, other = (load_file(tmp_path / run / file) for run in ("whole", "killed"))
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def held(own: Imitator, *_: Any) -> dict[str, int]:
