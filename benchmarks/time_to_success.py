@@ -57,7 +57,7 @@ def train_ours(config: str, seed: int) -> dict[str, float]:
     """`embodied train` until 0.9, or for as many iterations as the configuration says."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = ["embodied", "train", config, "--seed", str(seed), "--stop-at-success", str(TARGET)]
+        command = ["embodied", "train", config, "--seed", str(seed), "--stop-at", str(TARGET)]
         command += ["--runs-dir", folder, "--json", str(result), "--eval.episodes", "100", "--eval.videos", "0"]
         subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
         found = json.loads(result.read_text())

@@ -21,7 +21,7 @@ PATTERNS: dict[Kind, tuple[str, ...]] = {
 }
 """Files that are downloaded. `*--*_checkpoint.pt` are OpenVLA-OFT's trained parts beside the network; only tensors are
 loaded from them (`weights_only`)."""
-SETTING: dict[Kind, str] = {"model": "policy.path", "dataset": "sft.data"}
+SETTING: dict[Kind, str] = {"model": "policy.options.checkpoint", "dataset": "sft.data"}
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -42,6 +42,11 @@ class Name:
 
     def __str__(self) -> str:
         return self.repository + (f"@{self.revision}" if self.revision else "")
+
+
+def is_repository(text: str) -> bool:
+    """True for the name of a repository, unless a folder of that name exists."""
+    return Name.parse(text) is not None and not Path(text).exists()
 
 
 def checkpoint_folder(name: str | Path, fetch: bool = True) -> Path:

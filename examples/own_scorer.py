@@ -2,7 +2,7 @@
 
     python examples/own_scorer.py
 
-A reward judged from frames needs no class: `workflow: ppo_reward` with `reward.function: package.module:NAME`.
+A reward judged from frames needs no class: `workflow: ppo_reward` with `reward.model: package.module:NAME`.
 """
 
 from __future__ import annotations

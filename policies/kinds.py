@@ -49,6 +49,5 @@ def check_folders(architecture: Mapping[str, Any]) -> None:
         if isinstance(folder, str) and folder and not Path(folder).is_dir():
             raise PolicyError(
                 f"policy.options.{name}: {folder} is not a folder here; name one with the files as the policy's own "
-                "project lays them out, its weights as safetensors (a name on the Hugging Face Hub goes into "
-                "policy.path)"
+                "project lays them out, its weights as safetensors"
             )

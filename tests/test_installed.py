@@ -254,7 +254,7 @@ def run_in(environment: Path, tmp_path: Path) -> Callable[..., str]:
 @pytest.mark.slow
 def test_from_the_wheel_to_an_evaluated_policy_and_its_page(run_in: Callable[..., str], tmp_path: Path) -> None:
     """The commands of docs/start.md after the installation, at full size."""
-    run_in("embodied", "train", "reach", "--name", "first", "--stop-at-success", "0.95")
+    run_in("embodied", "train", "reach", "--name", "first", "--stop-at", "0.95")
     assert read(tmp_path / "runs/first")[-1]["env/success_recent"] >= 0.95
     evaluation = json.loads((tmp_path / "runs/first/eval.json").read_text())
     assert evaluation["success_rate"] >= 0.95 and evaluation["episodes"] == 100

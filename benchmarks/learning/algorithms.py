@@ -76,7 +76,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "GRPO": {"workflow": "grpo"},
     "GRPO, KL in the loss": {"workflow": "grpo_reference", "loss.reference_kl": 0.01},
     "DAPO": {
-        "workflow": "grpo", "advantage.scale": "batch", "advantage.overlong_margin": 4, "loss.clip_high": 0.28,
+        "workflow": "grpo", "advantage.scale": "batch", "advantage.overlong": 4, "loss.clip_high": 0.28,
         "rollout.max_episodes_per_env": 4,
     },
     "REINFORCE++, group baseline": {"workflow": "reinforce", "advantage.baseline": "group"},

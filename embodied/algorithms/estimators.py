@@ -144,7 +144,7 @@ def judged(batch: Trajectories, config: Config) -> Tensor:
 def _counts(batch: Trajectories, settings: AdvantageConfig) -> Tensor:
     """[B] bool: the episode may carry a gradient, which one that was cut off at its limit may be denied."""
     cut_off = (batch.truncated & batch.mask).any(0)
-    return ~cut_off if settings.mask_truncated else torch.ones_like(cut_off)
+    return ~cut_off if settings.overlong == "masked" else torch.ones_like(cut_off)
 
 
 def overlong_limits(config: Config) -> list[int]:
@@ -154,7 +154,7 @@ def overlong_limits(config: Config) -> list[int]:
         limit = differs.get("max_episode_steps", config.env.max_episode_steps)
         if limit is None or margin > limit:
             raise UserError(
-                f"advantage.overlong_margin is {margin}, and max_episode_steps of "
+                f"advantage.overlong is {margin}, and max_episode_steps of "
                 f"{differs.get('task', config.env.task)} {'not set' if limit is None else limit}: set it "
                 "(env.max_episode_steps), to as many env steps as an episode may have, and no less than the margin"
             )

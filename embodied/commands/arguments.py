@@ -332,7 +332,7 @@ class InspectArguments:
 
 @dataclass(frozen=True)
 class RewardArguments(Bounded):
-    """Train a success classifier from recorded episodes, solved and not: what `reward.classifier` names in a
+    """Train a success classifier from recorded episodes, solved and not: what `reward.model` names in a
     configuration whose workflow has a reward worker (ppo_reward)."""
 
     data: tyro.conf.Positional[tuple[Path, ...]] = ()

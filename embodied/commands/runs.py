@@ -26,7 +26,7 @@ TAIL = 2**16
 LARGEST_CONFIG = 2**20
 LONGEST = 100
 """Characters of a name, or of a problem, that are shown."""
-WANTED = {"env": "task", "policy": "kind", "sft": "steps", "iterations": "", "stop_at_success": ""}
+WANTED = {"env": "task", "policy": "kind", "sft": "steps", "iterations": "", "stop_at": "", "stop_at_success": ""}
 """Settings that are read, and of a section which one. All of them would take a hundred runs more than a second."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, UserError)
 """Exceptions that reading a file of any content may raise."""
@@ -131,7 +131,7 @@ def listed(folder: Path, runs_dir: Path) -> Listed:
         except UNREADABLE as error:
             said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             problems.append(f"{file} cannot be read: {said}")
-    target, recent = found.pop("stop_at_success", None), found.pop("recent", None)
+    target, recent = found.pop("stop_at", None), found.pop("recent", None)
     steps = found.pop("sft_steps", None)
     if found.pop("learned", False):  # by `embodied sft`, whose iterations are optimiser steps
         found |= {"iterations": steps, "env_steps": None, "stage": "sft"}
@@ -166,13 +166,13 @@ def _configured(path: Path) -> dict[str, Any]:
             kept.append(line)
     data = parse_yaml("\n".join(kept), "it")
     task, policy, learned = str(data["env"]["task"]), str(data["policy"]["kind"]), data["sft"]["steps"]
-    target = data.get("stop_at_success")
+    target = data.get("stop_at", data.get("stop_at_success"))  # the latter in runs of earlier versions
     return {
         "task": _plain(task),
         "policy": _plain(policy),
         "iterations": int(data["iterations"]),
         "sft_steps": int(learned),
-        "stop_at_success": None if target is None else float(target),
+        "stop_at": None if target is None else float(target),
     }
 
 
@@ -188,12 +188,12 @@ def _trained(path: Path) -> dict[str, Any]:
             raise ValueError(f"its last {TAIL} bytes have no whole row")
         return {}
     row = json.loads(whole[-1])
-    recent = _number(row.get("env/success_recent"))
+    recent, has_success = _number(row.get("env/success_recent")), "env/success_once" in row
     return {
         "iteration": int(row["iteration"]),
         "env_steps": int(row["env_steps"]),
         "wall_s": _number(row.get("wall_s")),
-        "recent": recent,
+        "recent": recent if has_success else _number(row.get("env/return_recent")),
         "success": recent if recent is not None else _number(row.get("env/success_once")),
         "mean_return": _number(row.get("env/return")),
         "learned": any(key.startswith("sft/") for key in row),

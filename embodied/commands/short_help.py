@@ -23,7 +23,6 @@ CHANGED = {
     "seed": "1",
     "name": "first",
     "policy.kind": "flow",
-    "policy.path": "ORG/NAME",
     "policy.init": "runs/first",
     "rollout.decisions": "128",
     "optim.policy_lr": "1e-4",
@@ -35,7 +34,7 @@ CHANGED = {
     "eval.every": "10",
 }
 """The settings that are changed most, each with an example of a value."""
-READ = {"serve": ("policy.kind", "policy.path", "policy.init")}
+READ = {"serve": ("policy.kind", "policy.init")}
 """Settings of `CHANGED` that a verb reads, for verbs that do not read them all."""
 EXAMPLES = {
     "train": (
@@ -56,13 +55,13 @@ EXAMPLES = {
         ("embodied eval RUN --eval.tasks libero/libero_spatial --eval.protocol openvla-oft", "a published protocol"),
         ("embodied eval RUN --against RUN2", "both on the same episodes, their difference, a film of it"),
         ("embodied eval RUN --eval.instruction TEXT", "another instruction than the task's"),
-        ("embodied eval CONFIG --policy.path FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
+        ("embodied eval CONFIG --policy.options.checkpoint FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
         ("embodied eval remote_libero --policy.options.address ws://HOST:PORT", "a policy server of openpi's protocol"),
     ),
     "serve": (
         ("embodied serve RUN --port 8000", "openpi's protocol at ws://127.0.0.1:8000, for clients of this machine"),
         ("embodied serve RUN --host ADDRESS --batch 8", "for others too; requests that wait together are one batch"),
-        ("embodied serve CONFIG --policy.path FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
+        ("embodied serve CONFIG --policy.options.checkpoint FOLDER|ORG/NAME@REVISION", "a checkpoint of others"),
     ),
     "record": (
         ("embodied record RUN --out FOLDER --episodes 50 --only-successes", "demonstrations in LeRobot's layout"),
@@ -71,7 +70,7 @@ EXAMPLES = {
     "plan": (("embodied plan CONFIG --profile profile.json --cluster FILE", "for this machine or one that you lack"),),
     "compare": (("embodied compare CONFIG", "collocated, disaggregated and hybrid: measured beside predicted"),),
     "inspect": (("embodied inspect FOLDER|CHECKPOINT", "a table, a contact sheet, histograms of actions"),),
-    "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.classifier"),),
+    "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.model"),),
     "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
     "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
     "runs": (("embodied runs", "what each trains, its state, success, return, env steps, time"),),

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from embodied.config.schema import HERE, Config, explained, refuse_code
+from embodied.config.schema import HERE, SEEDS, Config, explained, refuse_code
 from embodied.errors import UserError, nearest, shown
 from embodied.files import read_yaml, write_whole, yaml_text
 
@@ -116,7 +116,10 @@ def saved_config(path: Path) -> Config:
 
     Raises `UserError`."""
     data = _mapping(path)
-    _rename_former(data)
+    try:
+        _rename_former(data)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
     for key in _former(data, path):
         *sections, last = key.split(".")
         _section(data, sections).pop(last)
@@ -146,15 +149,41 @@ def _former(data: Mapping[str, Any], path: Path) -> list[str]:
     return found
 
 
-def _rename_former(data: Mapping[str, Any]) -> None:
-    """Give settings of earlier versions their present keys: `env.tokenizer` is an option of the simulator, and
-    `optim.anneal` a course of the learning rates."""
-    env, optim = _section(data, ["env"]), _section(data, ["optim"])
+def _rename_former(data: dict[str, Any]) -> None:
+    """Give settings of earlier versions their present keys. Raises `ValueError` for two of them that are one now."""
+    env, optim, policy = (_section(data, [name]) for name in ("env", "optim", "policy"))
     tokenizer = env.pop("tokenizer", None)
     if tokenizer is not None:
         env["options"] = {**_section(env, ["options"]), "tokenizer": tokenizer}
     if optim.pop("anneal", False):
         optim["lr_schedule"] = "linear"
+    if (checkpoint := policy.pop("path", None)) is not None:
+        policy["options"] = {**_section(policy, ["options"]), "checkpoint": checkpoint}
+    _join(data, "stop_at", {name: data.pop(name, None) for name in ("stop_at_success", "stop_at_return")})
+    reward, advantage = _section(data, ["reward"]), _section(data, ["advantage"])
+    _join(reward, "model", {name: reward.pop(name, None) for name in ("function", "classifier")})
+    masked = "masked" if advantage.pop("mask_truncated", False) else None
+    _join(advantage, "overlong", {"mask_truncated": masked, "overlong_margin": advantage.pop("overlong_margin", None)})
+    extra = data.get("extra_tasks")
+    for differs in (env, *(extra if isinstance(extra, list) else ())):
+        if isinstance(differs, dict) and (seeds := differs.pop("start_seeds", 0)):
+            states = differs.get("init_states") or None
+            _join(differs, "init_states", {"init_states": states, "start_seeds": f"{SEEDS}{seeds}"})
+    evaluation = _section(data, ["eval"])
+    if isinstance(axes := evaluation.get("axes", []), list) and isinstance(evaluation.get("event"), list):
+        evaluation["axes"] = [*axes, *evaluation.pop("event")]
+    if evaluation.pop("prompt", None) == "published" and evaluation.get("protocol") in ("libero-plus", "libero-pro"):
+        evaluation["protocol"] += "-published"
+
+
+def _join(section: dict[str, Any], key: str, former: Mapping[str, Any]) -> None:
+    """Set the key to the one value that the `former` settings have. Raises `ValueError` where several have one."""
+    given = {name: value for name, value in former.items() if value is not None}
+    if len(given) > 1:
+        names = " and ".join(f"{name} {shown(value)}" for name, value in given.items())
+        raise ValueError(f"{names} are one setting now, {key}: take one of them out of the file")
+    if given:
+        (section[key],) = given.values()
 
 
 def _section(data: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from embodied.errors import UserError, nearest, shown
 from embodied.files import parse_yaml, yaml_text
-from embodied.hub import checkpoint_folder
+from embodied.hub import checkpoint_folder, is_repository
 from sim_farm.contract import Gripper, Orientation
 
 HERE = Path(__file__).parent.parent
@@ -29,6 +29,8 @@ LARGEST = 2**31 - 1
 """Limit of whole numbers in a configuration."""
 LARGEST_INDEX = 99_999
 """The largest number that a range may name."""
+SEEDS = "seeds:"
+"""Begins the value of env.init_states that is a number of seeds."""
 
 
 class Section(BaseModel):
@@ -139,14 +141,24 @@ def indices_of(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _first_or_ranges(states: int | str) -> int | str:
+def _starts(states: int | str) -> int | str:
     if isinstance(states, str) and states.strip().isdecimal():  # as the command line reads it
         states = int(states)
     if isinstance(states, str):
-        indices_of(states)
+        if states.startswith(SEEDS):
+            _number_of_seeds(states)
+        else:
+            indices_of(states)
     elif states < 0:
         raise ValueError("the number of recorded initial states cannot be below 0")
     return states
+
+
+def _number_of_seeds(text: str) -> int:
+    number = text.removeprefix(SEEDS).strip()
+    if re.fullmatch(r"[0-9]{1,9}", number, re.ASCII) is None or int(number) < 1:
+        raise ValueError(f"{text[:100]!r} is no number of seeds such as {SEEDS}64")
+    return int(number)
 
 
 def _indices(states: tuple[int | str, ...] | None) -> tuple[int | str, ...] | None:
@@ -179,6 +191,20 @@ def levels_of(entries: Sequence[str]) -> dict[str, tuple[int, ...]]:
 
 def _axes(entries: tuple[str, ...]) -> tuple[str, ...]:
     levels_of(entries)
+    return entries
+
+
+def is_event(entry: str) -> bool:
+    """True for an entry of eval.axes that ends in an env step, as `objects:3@20` does."""
+    return re.search(r"@\s*[0-9]+\s*$", entry, re.ASCII) is not None
+
+
+def _axes_and_events(entries: tuple[str, ...]) -> tuple[str, ...]:
+    for entry in entries:
+        if is_event(entry):
+            event_of(entry)
+        else:
+            levels_of([entry])
     return entries
 
 
@@ -265,12 +291,9 @@ class EnvConfig(Section):
     """Height and width of a frame in pixels."""
     settle_steps: Annotated[int, Field(ge=0)] = 0
     """Env steps at rest at the beginning of an episode, before the first observation. They are not counted."""
-    init_states: Annotated[int | str, AfterValidator(_first_or_ranges)] = 0
-    """Recorded initial states that training episodes begin from: N for the first N, or ranges such as `0-24,30`; 0:
-    episodes begin from seeds."""
-    start_seeds: Annotated[int, Field(ge=0)] = 0
-    """Number of seeds that training episodes begin from, the same in every run: to train on a fixed set of beginnings.
-    0: every episode has a seed of its own."""
+    init_states: Annotated[int | str, AfterValidator(_starts)] = 0
+    """Initial states of training episodes. `50`: the first 50 recorded ones; `0-24,30`: the recorded ones of these
+    numbers; `seeds:64`: those of 64 seeds, the same in every run. 0: each episode has a new seed."""
     randomise: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
     """Axes by which training episodes are perturbed (docs/generalisation.md): `camera`, `start`, `objects`, `noise`,
     `brightness`, `words`, with levels as `camera:1-3` or at all five. An episode's seed draws one axis and level, or
@@ -287,7 +310,15 @@ class EnvConfig(Section):
     @property
     def recorded_starts(self) -> Sequence[int]:
         """Indices of the recorded initial states that training episodes begin from; empty: from seeds alone."""
-        return range(self.init_states) if isinstance(self.init_states, int) else indices_of(self.init_states)
+        if isinstance(self.init_states, int):
+            return range(self.init_states)
+        return () if self.init_states.startswith(SEEDS) else indices_of(self.init_states)
+
+    @property
+    def start_seeds(self) -> int:
+        """Number of seeds that training episodes begin from, the same in every run; 0: each episode has a new one."""
+        states = self.init_states
+        return _number_of_seeds(states) if isinstance(states, str) and states.startswith(SEEDS) else 0
 
     @property
     def simulator_options(self) -> dict[str, Any]:
@@ -336,7 +367,9 @@ class PolicyConfig(Section):
     """Actions that a decision predicts. The first `chunk` of them are executed. 0: the policy's checkpoint decides; if
     it does not, `chunk`. Demonstrations are learned in pieces of this length."""
     options: dict[str, Any] = {}
-    """Arguments of the policy's own architecture (docs/adding-a-policy.md)."""
+    """Options of the policy's kind (docs/adding-a-policy.md). `checkpoint`: the pretrained checkpoint that the policy
+    is built from, a directory or a Hugging Face name (`org/name`, `org/name@revision`). The latter is downloaded, and
+    the run records its commit."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """Device of policy worker, learner and evaluator: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A plan
     may choose other devices, unless this names one by its number. With `cpu`, processes on the CPU stand in for the
@@ -344,26 +377,29 @@ class PolicyConfig(Section):
     replicas: Annotated[int, Field(ge=1)] = 1
     """Policy workers that share the groups of environments (farm.groups): one for each GPU is usual. A plan has its own
     number. With runtime.mode inline there is one; the result is the same."""
-    path: Annotated[str, Field(min_length=1)] | None = None
-    """Pretrained checkpoint that the policy is built from: a directory, or a Hugging Face name (`org/name`,
-    `org/name@revision`), which is downloaded. It replaces `checkpoint` in `options`; a run records the commit."""
     init: Path | None = None
     """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """`options` as the policy takes them, with the folder that `path` names as the checkpoint. A relative folder
-        that the current one does not have is the project's own of that name (`assets/openvla_tiny`), so that a shipped
-        configuration works from any folder. Raises `UserError` where a Hugging Face name is not in the cache."""
+        """`options` with folders in place of names. A relative folder that the current one does not have is the
+        project's own of that name (`assets/openvla_tiny`), so that a shipped configuration works from any folder.
+        Raises `UserError` where a Hugging Face name is not in the cache."""
         found = dict(self.options)
-        if isinstance(tokenizer := found.get("tokenizer"), str):
-            found["tokenizer"] = _own_folder(tokenizer)
-        named = found.get("checkpoint") if self.path is None else self.path
-        if not isinstance(named, str):
-            return found
-        own = _own_folder(named)
-        found["checkpoint"] = own if own != named or self.path is None else str(checkpoint_folder(named, fetch=False))
+        for option in ("tokenizer", "checkpoint"):
+            if isinstance(folder := found.get(option), str):
+                found[option] = _own_folder(folder)
+        if (name := self.hub_name) is not None:
+            found["checkpoint"] = str(checkpoint_folder(name, fetch=False))
         return found
+
+    @property
+    def hub_name(self) -> str | None:
+        """The Hugging Face name of the checkpoint; None where `options` names a folder, or no checkpoint."""
+        named = self.options.get("checkpoint")
+        if not isinstance(named, str) or named.startswith("assets/"):  # those are the project's own folders
+            return None
+        return named if is_repository(named) else None
 
 
 class RolloutConfig(Section):
@@ -396,17 +432,20 @@ class AdvantageConfig(Section):
     scale: Literal["group", "batch", "none"] = "group"
     """Divisor of episodes' advantages: their episode group's deviation, the batch's, or nothing
     (Dr.GRPO)."""
-    overlong_margin: Annotated[int, Field(ge=1)] | None = None
-    """Env steps before an episode's limit (env.max_episode_steps) over which its outcome falls by up to 1 (DAPO's soft
-    overlong punishment); None: length does not count."""
-    mask_truncated: bool = False
-    """Learn nothing from episodes that were cut off at their limit: their outcomes count in their episode groups, and
-    they carry no gradient. It is DAPO's alternative to `overlong_margin`."""
+    overlong: Annotated[int, Field(ge=1)] | Literal["masked"] | None = None
+    """What long episodes lose. A number: the outcome falls by up to 1 over this many last env steps before the limit,
+    env.max_episode_steps (DAPO's soft overlong punishment). `masked`: an episode that is cut off at its limit carries
+    no gradient; its outcome counts in its episode group (DAPO's overlong filtering). None: length does not count."""
     baseline: Literal["none", "group"] = "none"
     """Baseline that is subtracted from an episode's outcome (reinforce): none, or its episode group's mean."""
     keep_rates: Annotated[tuple[Share, Share], AfterValidator(_ascending)] | None = None
     """Episode groups with a success rate outside this range are left out (SimpleVLA-RL, RLinf: 0.1 to 0.9). Groups of
     equal outcomes are always left out."""
+
+    @property
+    def overlong_margin(self) -> int | None:
+        """Last env steps before an episode's limit over which its outcome falls; None where it does not."""
+        return self.overlong if isinstance(self.overlong, int) else None
 
 
 class LossConfig(Section):
@@ -480,20 +519,23 @@ def risen(step: int, warmup: int) -> float:
 
 
 class RewardConfig(Section):
-    """Reward in place of the simulator's, if the workflow has a reward worker (ppo_reward): a function
-    or a classifier. See docs/workflows.md."""
+    """Reward in place of the simulator's, if the workflow has a reward worker (ppo_reward). See docs/workflows.md."""
 
-    function: str | None = None
-    """`package.module:NAME`, a reward of your own: it gets frames (uint8 [N, H, W, 3] for each camera) and N
-    instructions, and returns float32 [N]."""
-    classifier: Path | None = None
-    """Folder that `embodied reward` wrote: the probability that the task is solved, or nearly."""
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """The reward model: the folder of a classifier that `embodied reward` wrote, whose reward is the probability that
+    the task is solved or nearly; or a function as `package.module:NAME`. The function gets frames (uint8 [N, H, W, 3]
+    for each camera) and N instructions, and returns float32 [N]."""
 
     @property
-    def classifier_folder(self) -> Path | None:
-        """`classifier`; the project's own of that name (`assets/reach_success`) where the current folder has none."""
-        named = self.classifier
-        return named if named is None or named.exists() or not (HERE / named).is_dir() else HERE / named
+    def function(self) -> str | None:
+        """`model` if it names a function."""
+        return self.model if self.model is not None and ":" in self.model else None
+
+    @property
+    def classifier(self) -> Path | None:
+        """`model` if it is a folder; the project's own of that name (`assets/reach_success`) where the current folder
+        has none."""
+        return None if self.model is None or self.function is not None else Path(_own_folder(self.model))
 
 
 Check = Literal["actions", "gripper", "fps", "orientation", "repeated", "statistics"]
@@ -575,33 +617,34 @@ def event_of(text: str) -> Event:
     return Event(axis, 0, step, what)
 
 
-def _event(text: str) -> str:
-    event_of(text)
-    return text
-
-
 class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
     """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`;
     none: env.task."""
     protocol: (
-        Literal["openvla-oft", "openpi", "lerobot", "simplevla-rl", "libero-plus", "libero-pro", "generalisation"]
+        Literal[
+            "openvla-oft",
+            "openpi",
+            "lerobot",
+            "simplevla-rl",
+            "libero-plus",
+            "libero-plus-published",
+            "libero-pro",
+            "libero-pro-published",
+            "generalisation",
+        ]
         | None
     ) = None
     """A published protocol for LIBERO, which overrides env's max_episode_steps, settle_steps, orientation, image_size
-    and gripper (docs/evaluating.md); `libero-plus`, `libero-pro`: these suites of perturbations of LIBERO;
-    `generalisation`: as env says, under graded perturbations of every axis (docs/generalisation.md); None: as env
-    says."""
-    prompt: Literal["intended", "published"] = "intended"
-    """Instruction under `libero-plus` and `libero-pro`: the task file's (`intended`), or the one that the suite's own
-    code makes from the file's name (`published`). A score beside the suites' published ones needs `published`."""
-    axes: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
-    """Axes by which every trial is repeated, perturbed: `camera`, `start`, `objects`, `noise`, `brightness`, `words`,
-    with levels as `camera:1,3` or at all five. None: no perturbation, except with the protocol `generalisation`, which
-    has every axis that the simulator has and the policy notices."""
-    event: Annotated[tuple[Annotated[str, AfterValidator(_event)], ...], BeforeValidator(_each)] = ()
-    """Changes in the middle of a trial: `AXIS:LEVEL@STEP`, as `objects:3@20`, or `words:INSTRUCTION@STEP`. Every trial
-    is repeated with each of them, and is equal to its repetition until that env step."""
+    and gripper (docs/evaluating.md). `libero-plus`, `libero-pro`: these suites of perturbations, with the instructions
+    of their task files; `libero-plus-published`, `libero-pro-published`: with the instructions that the suites' code
+    makes from file names, as their published scores have them. `generalisation`: the settings of `env`, under graded
+    perturbations of every axis (docs/generalisation.md). None: the settings of `env`."""
+    axes: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes_and_events)] = ()
+    """Axes along which every trial is repeated with a perturbation: `camera`, `start`, `objects`, `noise`,
+    `brightness`, `words`, with levels as `camera:1,3` or at all five. An entry `AXIS:LEVEL@STEP`, such as
+    `objects:3@20`, or `words:INSTRUCTION@STEP` perturbs the trial from that env step on. None: no perturbation, except
+    in the protocol `generalisation`, which has every axis that the simulator supports and the policy observes."""
     episodes: Annotated[int, Field(ge=1)] | None = None
     """Trials of each task, from seeds that training does not draw. With perturbations, each of them has this number,
     and the unperturbed task too. None: the protocol's number, or 100, or 50 with perturbations; at most the number of
@@ -640,11 +683,12 @@ class EvalConfig(Section):
     @property
     def perturbed(self) -> dict[str, tuple[int, ...]]:
         """The levels of each axis of `axes`."""
-        return levels_of(self.axes)
+        return levels_of([entry for entry in self.axes if not is_event(entry)])
 
     @property
     def events(self) -> tuple[Event, ...]:
-        return tuple(map(event_of, self.event))
+        """The events of `axes`."""
+        return tuple(event_of(entry) for entry in self.axes if is_event(entry))
 
 
 class RuntimeConfig(Section):
@@ -693,11 +737,9 @@ class Config(Section):
     with a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Number of iterations, each of a rollout and an update."""
-    stop_at_success: Annotated[float, Field(gt=0, le=1)] | None = None
-    """End the run when the mean success of the last 100 training episodes reaches this share (0.95, for example), to
-    measure the time to a success rate or to save the rest."""
-    stop_at_return: float | None = None
-    """End the run when the mean return of the last 100 training episodes reaches this: for tasks without success."""
+    stop_at: float | None = None
+    """End the run when the mean success of the last 100 training episodes reaches this share (0.95, for example), or,
+    in tasks that report no success, their mean return reaches this. None: the run does all its iterations."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Iterations between checkpoints; the last iteration always writes one."""
     keep_checkpoints: Annotated[int, Field(ge=1)] | None = None
@@ -726,7 +768,7 @@ class Config(Section):
     def named_code(self) -> dict[str, str]:
         """The setting's key of each code that is named, by the code's name (of a task, its simulator's); what comes
         with the project is none."""
-        code = {"workflow": self.workflow, "reward.function": self.reward.function, "policy.kind": self.policy.kind}
+        code = {"workflow": self.workflow, "reward.model": self.reward.model, "policy.kind": self.policy.kind}
         tasks = {
             "env.task": [self.env.task],
             "extra_tasks": [differs.get("task", "") for differs in self.extra_tasks],
@@ -748,7 +790,7 @@ class Config(Section):
 # --- settings that name code, `package.module:NAME`: their author decides what the run executes
 
 
-KEYS = ("workflow", "reward.function", "policy.kind", "env.task", "extra_tasks", "eval.tasks")
+KEYS = ("workflow", "reward.model", "policy.kind", "env.task", "extra_tasks", "eval.tasks")
 
 
 def simulators_of(tasks: str) -> list[str]:

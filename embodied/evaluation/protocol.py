@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from embodied.config.schema import Config, levels_of
 from embodied.errors import UserError, nearest
 from sim_farm.catalogue import foreign_suite, problem_file, success_ends, suites_of, task_files, task_names
-from sim_farm.contract import EpisodeSpec, Gripper, Orientation, TaskFiles, TaskInfo
+from sim_farm.contract import EpisodeSpec, Gripper, Orientation, Prompt, TaskFiles, TaskInfo
 from sim_farm.episodes import evaluation_episodes
 from sim_farm.graded_axes import axes_of, graded
 from sim_farm.perturbations import Perturbation
@@ -56,6 +56,8 @@ class Preset:
     image_size: int = 256
     suite: str | None = None
     """The simulator's suite of perturbations (`Backend.suites`) under which every trial is repeated."""
+    prompt: Prompt = "intended"
+    """Instructions of the suite's trials."""
 
 
 def _limits(spatial: int, object: int, goal: int, ten: int, ninety: int) -> dict[str, int]:
@@ -132,6 +134,7 @@ PRESETS = {
         suite="libero-pro",
     ),
 }
+PRESETS |= {f"{name}-published": replace(PRESETS[name], prompt="published") for name in ("libero-plus", "libero-pro")}
 """Published protocols by name. `greedy` is what the project's own evaluation does: flow policies draw their noise."""
 
 
@@ -443,9 +446,9 @@ def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
     not or the policy cannot notice, and for a level out of range."""
     settings, reads = config.eval, config.policy.reads
     axes = settings.perturbed
-    suite = PRESETS[settings.protocol].suite if settings.protocol in PRESETS else None
-    if suite is not None:
-        return _of_suite(config, task, suite)
+    preset = PRESETS.get(settings.protocol or "")
+    if preset is not None and preset.suite is not None:
+        return _of_suite(config, task, preset.suite, preset.prompt)
     if settings.protocol == GENERALISATION and not axes and not settings.events:
         axes = levels_of(axes_of(task, reads))
     found = [graded(task, axis, level, reads) for axis, levels in axes.items() for level in levels]
@@ -456,11 +459,11 @@ def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
     return tuple(found)
 
 
-def _of_suite(config: Config, task: str, suite: str) -> tuple[Perturbation, ...]:
+def _of_suite(config: Config, task: str, suite: str, prompt: Prompt) -> tuple[Perturbation, ...]:
     """The perturbations of the task that a published suite has, on the axes and levels that the settings name."""
     settings = config.eval
     if settings.events:
-        raise UserError(f"the protocol {suite} has no events: leave --eval.event away")
+        raise UserError(f"the protocol {suite} has no events: leave those of eval.axes out (AXIS:LEVEL@STEP)")
     found = suites_of(task).get(suite)
     if found is None:
         raise UserError(f"the protocol {suite} says nothing of {task}")
@@ -469,7 +472,7 @@ def _of_suite(config: Config, task: str, suite: str) -> tuple[Perturbation, ...]
         if axis not in found.axes:
             raise UserError(f"the protocol {suite} has no axis {axis!r}: it has {', '.join(found.axes)}")
     every = sorted({level for levels in axes.values() for level in levels})
-    table = found.table(task, settings.prompt, tuple(axes), every)
+    table = found.table(task, prompt, tuple(axes), every)
     return tuple(one for one in table if one.level in axes[one.axis])
 
 
@@ -515,7 +518,7 @@ def _published(own: Protocol, name: str, config: Config) -> Protocol:
         limits[task] = preset.limits[suite]
     return replace(
         own,
-        name=name,
+        name=preset.suite or name,  # the words of its perturbations differ by the prompt
         limits=limits,
         trials=own.attempts * (config.eval.episodes or preset.trials),
         init_states=config.eval.recorded_states or tuple(range(preset.trials)),

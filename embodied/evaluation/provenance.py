@@ -34,7 +34,7 @@ from sim_farm.contract import EpisodeSpec, FarmError
 from sim_farm.episodes import start_seed
 
 MOST_START_SEEDS = 10_000
-"""Seeds of env.start_seeds that are compared; each takes some microseconds to draw."""
+"""Seeds of env.init_states that are compared; each takes some microseconds to draw."""
 WHOLE = 2**22
 """Bytes up to which a file is hashed whole."""
 BLOCKS, BLOCK = 1024, 4096

@@ -159,14 +159,11 @@ class RewardWorker(Scorer):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise `UserError` unless there is exactly one reward model, and the frames and instructions that it reads."""
-        reward = config.reward
-        if (reward.function is None) == (reward.classifier is None):
-            given = "neither is" if reward.function is None else "both are"
+        """Raise `UserError` unless there is a reward model, and the frames and instructions that it reads."""
+        if config.reward.model is None:
             raise UserError(
-                f"the workflow {config.workflow} has a reward worker, which judges by reward.function or by "
-                f"reward.classifier, and {given} set: name a function as package.module:NAME, or a folder that "
-                "`embodied reward` wrote"
+                f"the workflow {config.workflow} has a reward worker, and reward.model is not set: name a function as "
+                "package.module:NAME, or a folder that `embodied reward` wrote"
             )
         missing = [name for name in ("images", "instruction") if name not in config.policy.reads]
         if missing:
@@ -176,8 +173,8 @@ class RewardWorker(Scorer):
             )
         if config.reward.function is not None:
             function_of(config.reward.function)
-        elif config.reward.classifier_folder is not None:
-            SuccessClassifier.load(config.reward.classifier_folder)
+        elif config.reward.classifier is not None:
+            SuccessClassifier.load(config.reward.classifier)
 
     def work(self, batch: Trajectories) -> Trajectories:
         """The trajectories with the judge's rewards."""
@@ -214,13 +211,13 @@ def function_of(name: str) -> Judge:
     """The function `package.module:NAME`. Raises `UserError` where there is none."""
     found = named(name, UserError)
     if not callable(found):
-        raise UserError(f"reward.function {name!r} is a {type(found).__name__}, not a function")
+        raise UserError(f"reward.model {name!r} is a {type(found).__name__}, not a function")
     return found
 
 
 def _classifier_of(config: Config, spec: PolicySpec) -> SuccessClassifier:
     """The configuration's classifier. Raises `UserError` unless its frames are like the policy's."""
-    folder = config.reward.classifier_folder
+    folder = config.reward.classifier
     assert folder is not None
     found = SuccessClassifier.load(folder)
     looks, lacking = found.looks, [name for name in found.looks.cameras if name not in spec.cameras]

@@ -117,14 +117,14 @@ class Progress:
         self,
         title: str,
         total_iterations: int,
-        target_success: float | None,
-        target_return: float | None = None,
+        target: float | None,
+        has_success: bool = True,
         *,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._title, self._total, self._clock = title, total_iterations, clock
-        self._targets = {_SUCCESS: target_success, _RETURN: target_return}
+        self._target = {_SUCCESS if has_success else _RETURN: target}
         self._console = console or get_console()
         self._rows: deque[dict[str, float]] = deque(maxlen=ROWS)
         self._began_s = self._last_row_s = clock()
@@ -201,10 +201,10 @@ class Progress:
         return duration(max(self._total - done, 0) * pace_s)
 
     def _target_text(self) -> str:
-        success, total = self._targets[_SUCCESS], self._targets[_RETURN]
-        named = [_percent(success)] if success is not None else []
-        named += [f"return {total:g}"] if total is not None else []
-        return f" (target {', '.join(named)})" if named else ""
+        ((measure, target),) = self._target.items()
+        if target is None:
+            return ""
+        return f" (target {_percent(target) if measure == _SUCCESS else f'return {target:g}'})"
 
     def _columns(self) -> list[_Column]:
         return [c for c in _COLUMNS if c.key != _SUCCESS or not self._rows or _SUCCESS in self._rows[-1]]
@@ -239,7 +239,7 @@ class Progress:
         return table
 
     def _style(self, column: _Column, values: Mapping[str, float]) -> str:
-        target = self._targets.get(column.key)
+        target = self._target.get(column.key)
         reached = target is not None and values.get(column.key, -math.inf) >= target
         measure = _SUCCESS if _SUCCESS in values else _RETURN
         return "bold green" if reached else "bold" if column.key == measure else ""

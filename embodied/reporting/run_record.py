@@ -41,8 +41,6 @@ class Measure:
     """The metric of an iteration's episodes."""
     evaluated: str
     """The metric of an evaluation during training."""
-    stop: str
-    """The setting with the target."""
     usual_target: float | None
     show: Callable[[float], str]
     y_range: tuple[float, float] | None
@@ -57,10 +55,8 @@ class Measure:
         return f"eval/{self.name}_low", f"eval/{self.name}_high"
 
 
-SUCCESS = Measure(
-    "success", "env/success_once", "eval/success_rate", "stop_at_success", 0.9, charts.percent, (0.0, 1.0)
-)
-RETURN = Measure("return", "env/return", "eval/return", "stop_at_return", None, charts.compact, None)
+SUCCESS = Measure("success", "env/success_once", "eval/success_rate", 0.9, charts.percent, (0.0, 1.0))
+RETURN = Measure("return", "env/return", "eval/return", None, charts.compact, None)
 """The measure of tasks that know no success."""
 
 
@@ -150,7 +146,8 @@ class RunFolder:
     def target(self) -> float | None:
         """Target of the measure: the configuration's, or the usual one."""
         measure = self.measure
-        value, (least, most) = find(self.config, measure.stop), measure.y_range or (-LARGEST, LARGEST)
+        value, (least, most) = find(self.config, "stop_at"), measure.y_range or (-LARGEST, LARGEST)
+        value = find(self.config, f"stop_at_{measure.name}") if value is None else value  # of an earlier version
         known = isinstance(value, (int, float)) and least <= value <= most
         return float(value) if known else measure.usual_target
 

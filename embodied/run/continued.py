@@ -32,6 +32,7 @@ from embodied.run import RUNS
 from embodied.run.saved_settings import CONFIG, recorded_settings
 
 OPTION = "policy.options."
+CHECKPOINT = f"{OPTION}checkpoint"
 VERBS = {"rl": "train", "sft": "sft"}
 """The verb that makes a run of a stage."""
 AMOUNTS = {"rl": "iterations", "sft": "steps"}
@@ -132,7 +133,7 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
 def _say_untaken(differing: Iterable[Change], run_dir: Path, source: str) -> None:
     """Say which settings of the configuration are others than the run's, which keeps its own."""
     # What a run pins, and where it began, a configuration names otherwise.
-    found = [one for one in differing if one.key not in ("policy.path", "policy.init", "sft.data", "runtime.address")]
+    found = [one for one in differing if one.key not in (CHECKPOINT, "policy.init", "sft.data", "runtime.address")]
     if not found:
         return
     values = ", ".join(f"{one.key} {shown(one.now)} ({source}: {shown(one.before)})" for one in found)
@@ -144,8 +145,8 @@ def _say_untaken(differing: Iterable[Change], run_dir: Path, source: str) -> Non
 def changes(before: Config, now: Config) -> list[Change]:
     """The settings that differ but for the name, with the policy's options each by itself, in the schema's order."""
     old, new = _flat(before), _flat(now)
-    if (pinned := old["policy.path"]) is not None and (named := new["policy.path"]) is not None:
-        old["policy.path"], new["policy.path"] = pinned, hub.kept(named, pinned)
+    if now.policy.hub_name is not None and before.policy.hub_name is not None:
+        new[CHECKPOINT] = hub.kept(now.policy.hub_name, before.policy.hub_name)
     keys = (key for key in {**old, **new} if key != "name")
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 

@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from embodied import hub
 from embodied.config.files import save_config
-from embodied.config.schema import HERE, Config
+from embodied.config.schema import Config
 from embodied.errors import UserError, shown
 from embodied.files import new_folder
 from embodied.run import checkpoint, continued
@@ -87,29 +87,22 @@ def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
 
 
 def fetched(config: Config) -> Config:
-    """The configuration with `policy.path` downloaded, and with the commit that it now is, in place of a checkpoint in
-    `policy.options`. Raises `UserError`."""
-    kind, named = config.policy.kind, config.policy.path
+    """The configuration with the policy's checkpoint downloaded, if it has a Hugging Face name, and its commit in that
+    name. Raises `UserError`."""
+    kind, named = config.policy.kind, config.policy.hub_name
     if named is None:
         return config
     if "checkpoint" not in registry.arguments_of(registry.policy_kind(kind)):
         raise UserError(
-            f"policy.path {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, openvla_oft, "
-            f"pi0), and policy.kind is {kind}: name its kind, or begin a {kind} from a run with policy.init"
+            f"policy.options.checkpoint {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, "
+            f"openvla_oft, pi0), and policy.kind is {kind}: name its kind, or begin a {kind} from a run with "
+            "policy.init"
         )
-    if "checkpoint" in config.policy.options:
-        replaced = config.policy.options["checkpoint"]
-        say(f"policy.path {escape(named)} replaces policy.options.checkpoint {escape(str(replaced))}")
-        options = {key: value for key, value in config.policy.options.items() if key != "checkpoint"}
-        config = _with_policy(config, options=options)
-    if (HERE / named).is_dir():
-        return config
-    folder = hub.checkpoint_folder(named)
-    return _with_policy(config, path=hub.pinned(named, folder))
+    return _with_checkpoint(config, hub.pinned(named, hub.checkpoint_folder(named)))
 
 
 def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
-    """The configuration with `policy.init` as the folder of a whole checkpoint, and `policy.path` fetched. Raises
+    """The configuration with `policy.init` as the folder of a whole checkpoint, and the policy `fetched`. Raises
     `UserError` where it is none.
 
     Not `required`: what a run once began from may be gone, and its configuration is used as it is.
@@ -147,8 +140,8 @@ def begun_from(config: Config, runs_dir: Path, resume: bool, stage: str = "rl") 
     own = [one for one in continued.changes(recorded_run, config) if not one.key.startswith("sft.")]
     continued.refuse_fixed(own, recorded_policy.kind, run_dir, done, stage)
     _refuse_another_beginning(config.policy.init, recorded_policy.init, run_dir, runs_dir)
-    if config.policy.path is not None and recorded_policy.path is not None:
-        config = _with_policy(config, path=hub.kept(config.policy.path, recorded_policy.path))
+    if (named := config.policy.hub_name) is not None and recorded_policy.hub_name is not None:
+        config = _with_checkpoint(config, hub.kept(named, recorded_policy.hub_name))
     config = fetched(config)
     recorded = recorded_policy.init
     kept = recorded if recorded is not None and recorded.exists() else None
@@ -170,6 +163,10 @@ def _refuse_another_beginning(named: Path | None, began: Path | None, run_dir: P
             f"{run_dir} began {'from no other policy' if began is None else f'from {began}'}, and policy.init is "
             f"{named}: leave --policy.init out to go on with it, or begin another run with another --name"
         )
+
+
+def _with_checkpoint(config: Config, named: str) -> Config:
+    return _with_policy(config, options=config.policy.options | {"checkpoint": named})
 
 
 def _with_policy(config: Config, **changes: Any) -> Config:

@@ -40,7 +40,7 @@ class IterationEnd:
         self.row[name] = float(value)
 
     def stop(self, reason: str) -> None:
-        """End the run after this iteration, as `stop_at_success` does: with a checkpoint and its evaluation."""
+        """End the run after this iteration, as `stop_at` does: with a checkpoint and its evaluation."""
         self.stopping = reason
 
     def save(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from embodied import hub
-from embodied.config.schema import HERE, Config
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.reporting.trackers import check_packages
 from embodied.runtime import check_interpreter
@@ -28,10 +28,10 @@ def check_policy(config: Config, resumed: bool = False) -> None:
     if ":" in policy.kind:  # code, which has to be imported, and says itself what it is built from
         return
     check_kind(policy.kind)
-    if policy.path is None:
+    if policy.hub_name is None:
         check_folders(policy.architecture)
-    elif not resumed and not (HERE / policy.path).is_dir():
-        hub.check_checkpoint(policy.path)
+    elif not resumed:
+        hub.check_checkpoint(policy.hub_name)
 
 
 def check_rollouts(config: Config) -> None:

@@ -172,7 +172,7 @@ class TrainingLoop:
         """Iterate to the end, or until an observer stops the run; or, if there is a better plan, to a checkpoint from
         which the run continues by it."""
         config, position = self.config, self.position
-        progress = Progress(self.run_dir.name, config.iterations, config.stop_at_success, config.stop_at_return)
+        progress = Progress(self.run_dir.name, config.iterations, config.stop_at, self.workers.has_success)
         with progress as self.progress, self._kept():
             replanning = Replanning(watch, self.checkpoints, progress)
             observers: Sequence[Observer] = (
@@ -271,12 +271,11 @@ class TrainingLoop:
                 self.progress.note(said)
 
     def _stop_at_target(self, end: IterationEnd, iteration: Iteration) -> None:
-        """Stop the run where success or return are as high as was asked for."""
-        targets = {"success": self.config.stop_at_success, "return": self.config.stop_at_return}
-        for name, target in targets.items():
-            recent = end.row.get(f"env/{name}_recent", math.nan)
-            if target is not None and recent >= target and end.stopping is None:
-                end.stop(f"{name} of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
+        """Stop the run once its success, or its return without success, reaches the target of the configuration."""
+        name, target = "success" if self.workers.has_success else "return", self.config.stop_at
+        recent = end.row.get(f"env/{name}_recent", math.nan)
+        if target is not None and recent >= target and end.stopping is None:
+            end.stop(f"{name} of the last {RECENT} episodes is {recent:.2f}: stopping as asked")
 
     # --- after a loss
 

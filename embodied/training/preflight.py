@@ -34,7 +34,6 @@ from embodied.run.saved_settings import recorded_settings
 from embodied.training.first_checks import nothing_to_learn
 from embodied.training.fitting import check_fits
 from embodied.training.selection import selection_protocol
-from embodied.workflows.checks import check_starts
 from embodied.workflows.conventions import check_alike, check_checkpoint, notes_on
 from embodied.workflows.run_spec import RunSpec, task_spec, tasks_of
 from policies import registry
@@ -58,7 +57,6 @@ def check_run(run: RunSpec) -> None:
     check_workflow(run.recipe)
     check_components(run)
     check_policy(config)
-    check_starts(config)
     for task in run.tasks:
         check_task(task.env.task)
         _check_problems(task.config, task.env.task)

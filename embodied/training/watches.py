@@ -157,10 +157,10 @@ def _way_on(row: Mapping[str, Any], config: Config) -> str:
     """Advice if all episodes of each episode group had the same outcome."""
     success, settings = row.get("env/success_once"), config.advantage
     if success == 1:
-        return "Every episode is solved: take a harder task, or end the run (--stop-at-success)"
+        return "Every episode is solved: take a harder task, or end the run (--stop-at)"
     ways = []
-    if settings.mask_truncated:
-        ways.append("count episodes that reach their limit (--advantage.no-mask-truncated)")
+    if settings.overlong == "masked":
+        ways.append("count episodes that reach their limit (--advantage.overlong None)")
     if settings.keep_rates is not None:
         ways.append(f"keep more groups than those of advantage.keep_rates {settings.keep_rates}")
     if success == 0:

@@ -10,7 +10,7 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.workflows.context import check_same_sizes, policy_spec
 from embodied.workflows.recipes import Recipe
-from embodied.workflows.run_spec import RunSpec, tasks_of
+from embodied.workflows.run_spec import RunSpec
 from embodied.workflows.unread import check_unread
 from policies.registry import policy_kind
 from sim_farm.contract import TaskInfo
@@ -80,9 +80,11 @@ def check_tasks(run: RunSpec, infos: Sequence[TaskInfo]) -> None:
 
 
 def check_measure(run: RunSpec, infos: Sequence[TaskInfo]) -> None:
-    """Raise `UserError` where tasks know no success and a setting needs it, or some know it and others do not."""
+    """Raise `UserError` where tasks know no success and a setting needs it, or some know it and others do not; and for
+    a `stop_at` that is no share of success."""
     without = [info.spec.name for info in infos if not info.has_success]
     if not without:
+        _check_share(run.config.stop_at)
         return
     known = [info.spec.name for info in infos if info.has_success]
     if known:
@@ -93,7 +95,6 @@ def check_measure(run: RunSpec, infos: Sequence[TaskInfo]) -> None:
     config, recipe, advantage = run.config, run.recipe, run.config.advantage
     by_outcome = recipe.estimator in ("group_relative", "reinforce")
     for given, needs, remedy in (
-        (config.stop_at_success is not None, "stop_at_success", "set stop_at_return in its place"),
         (by_outcome and advantage.outcome == "success", "advantage.outcome: success", "set it to return"),
         (advantage.keep_rates is not None, "advantage.keep_rates", "leave it away"),
         (recipe.estimator == "binary", f"the workflow {config.workflow}", "set workflow to ppo"),
@@ -102,15 +103,11 @@ def check_measure(run: RunSpec, infos: Sequence[TaskInfo]) -> None:
             raise UserError(f"{without[0]} has no success, which {needs} is about; it is measured by return: {remedy}")
 
 
-def check_starts(config: Config) -> None:
-    """Raise `UserError` where episodes of a task would begin in two ways."""
-    for task in tasks_of(config):
-        env = task.env
-        if env.recorded_starts and env.start_seeds:
-            raise UserError(
-                f"{env.task}: env.init_states is {env.init_states} and env.start_seeds {env.start_seeds}; episodes "
-                "begin from recorded initial states or from a number of seeds: set one of them to 0"
-            )
+def _check_share(stop_at: float | None) -> None:
+    if stop_at is None or 0 < stop_at <= 1:
+        return
+    share = f"; {stop_at:g}% is {stop_at / 100:g}" if 1 < stop_at <= 100 else ""
+    raise UserError(f"stop_at is a share of solved episodes, above 0 and at most 1 (got {stop_at:g}){share}")
 
 
 def check_recorded_starts(config: Config, info: TaskInfo) -> None:

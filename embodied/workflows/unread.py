@@ -62,7 +62,7 @@ READERS = (
     ),
     Reader(("advantage.credit",), "credit of single decisions", _estimators("gae", "reinforce")),
     Reader(
-        ("advantage.outcome", "advantage.overlong_margin", "advantage.mask_truncated"),
+        ("advantage.outcome", "advantage.overlong"),
         "outcome of an episode in its advantages",
         _estimators("group_relative", "reinforce"),
     ),
@@ -81,18 +81,12 @@ READERS = (
         lambda config, recipe: recipe.critic,
     ),
     Reader(("loss.reference_kl",), "reference policy", _has_reference),
-    Reader(("reward.function", "reward.classifier"), "reward worker", _worker_reads("reward")),
+    Reader(("reward.model",), "reward worker", _worker_reads("reward")),
     Reader(
         ("env.cameras", "env.image_size", "env.orientation"),
         "policy that reads images",
         lambda config, recipe: "images" in config.policy.reads,
         "add images to policy.reads",
-    ),
-    Reader(
-        ("eval.prompt",),
-        "suite of perturbed instructions",
-        lambda config, recipe: config.eval.protocol in ("libero-plus", "libero-pro"),
-        "set eval.protocol to libero-plus or libero-pro",
     ),
     Reader(
         ("plan.ahead", "plan.replan"),

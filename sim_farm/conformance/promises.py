@@ -117,7 +117,7 @@ PROMISES = (
     Promise(
         "perturbations: an episode that is otherwise is as determined as any",
         (perturbations_are_a_function_of_seed_and_actions, perturbed_pictures_are_the_same_in_another_process),
-        "no evaluation under perturbations and no env.randomise: eval.axes, eval.event stay empty",
+        "no evaluation under perturbations and no env.randomise: eval.axes stays empty",
     ),
     Promise(
         "mistakes: what cannot be is refused, and the episode under way goes on",

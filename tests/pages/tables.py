@@ -72,7 +72,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "docs/cluster.md": (("CONFIG", "reach"),),
     "docs/demonstrations.md": (("CONFIG_OR_RUN", "tabletop_scripted --env.task tabletop/reach"), ("CONFIG", "reach")),
     "docs/evaluating.md": (
-        ("CONFIG --policy.path FOLDER", "openvla_small --policy.path assets/openvla_small"),
+        ("CONFIG --policy.options.checkpoint FOLDER", "openvla_small --policy.options.checkpoint assets/openvla_small"),
         ("CONFIG", "tabletop_scripted"),
         ("OTHER_RUN", "second"),
         ("RUN", "first"),

@@ -53,7 +53,7 @@ def test_every_decision_has_what_is_left_of_its_episode_normalised_over_all(base
 
 def test_long_episodes_lose_of_their_outcome(batch: Trajectories) -> None:
     plain = outcomes(batch, config_of().advantage)
-    found = judged(batch, config_of(advantage={"overlong_margin": 4}))
+    found = judged(batch, config_of(advantage={"overlong": 4}))
     length = (batch.executed * batch.mask).sum(0)
     assert (length == LIMIT).any() and (length <= LIMIT - 4).any()
     torch.testing.assert_close(plain - found, ((length - (LIMIT - 4)) / 4).clamp(0, 1).float())
@@ -61,7 +61,7 @@ def test_long_episodes_lose_of_their_outcome(batch: Trajectories) -> None:
 
 @pytest.mark.parametrize("limit", [None, 9])
 def test_a_margin_without_a_limit_is_refused(limit: int | None, batch: Trajectories) -> None:
-    config = config_of(env={"max_episode_steps": limit}, advantage={"overlong_margin": 10})
+    config = config_of(env={"max_episode_steps": limit}, advantage={"overlong": 10})
     with pytest.raises(UserError, match=f"max_episode_steps of tabletop/reach {limit or 'not set'}"):
         judged(batch, config)
 
@@ -69,10 +69,10 @@ def test_a_margin_without_a_limit_is_refused(limit: int | None, batch: Trajector
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"workflow": "ppo", "advantage": {"overlong_margin": 4}}, "no outcome of an episode"),
-        ({"env": {"max_episode_steps": None}, "advantage": {"overlong_margin": 4}}, "not set"),
+        ({"workflow": "ppo", "advantage": {"overlong": 4}}, "no outcome of an episode"),
+        ({"env": {"max_episode_steps": None}, "advantage": {"overlong": 4}}, "not set"),
         (
-            {"extra_tasks": [{"task": "tabletop/push", "max_episode_steps": 3}], "advantage": {"overlong_margin": 4}},
+            {"extra_tasks": [{"task": "tabletop/push", "max_episode_steps": 3}], "advantage": {"overlong": 4}},
             "tabletop/push 3",
         ),
         ({"rollout": {"max_episodes_per_env": 4}}, "has no comparison within episode groups"),

@@ -31,7 +31,7 @@ from sim_farm.registry import make_physics
 SETTINGS: dict[str, Any] = {
     "name": "balanced",
     "iterations": 20,
-    "stop_at_return": 24.0,
+    "stop_at": 24.0,
     "env": {"task": "gymnasium/CartPole-v1", "num_envs": 4, "max_episode_steps": 200},
     "policy": {"kind": "categorical_mlp", "options": {"widths": [16]}},
     "rollout": {"decisions": 128},
@@ -118,7 +118,6 @@ def test_two_such_policies_are_not_compared_by_success(trained: tuple[dict[str, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stop_at_success": 0.9}, "stop_at_success is about; .*: set stop_at_return in its place"),
         ({"workflow": "grpo"}, "advantage.outcome: success is about; .*: set it to return"),
         ({"workflow": "stepnft"}, "the workflow stepnft is about; .*: set workflow to ppo"),
     ],
@@ -132,8 +131,19 @@ def test_what_needs_success_is_refused(changes: dict[str, Any], message: str) ->
 
 
 def test_a_run_that_needs_success_is_refused_before_it_trains(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="stop_at_success is about"):
-        train_run(config_of(stop_at_success=0.5), "test", tmp_path, False)
+    with pytest.raises(UserError, match="advantage.outcome: success is about"):
+        train_run(config_of(workflow="grpo", rollout={"episode_group": 2}), "test", tmp_path, False)
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "says"), [(95, "95% is 0.95"), (0, "above 0"), (-3, "above 0"), (300, "at most 1")]
+)
+def test_a_target_of_success_is_a_share(stop_at: float, says: str) -> None:
+    with closing(make_physics(TaskSpec("tabletop/reach"))) as physics:
+        info = physics.info
+    with pytest.raises(UserError, match=f"stop_at is a share of solved episodes.*{says}"):
+        check_measure(RunSpec.of(parse_config({"stop_at": stop_at}, "test")), [info])
+    check_measure(RunSpec.of(parse_config({"stop_at": 1.0}, "test")), [info])
 
 
 def test_tasks_with_and_without_success_are_not_trained_together() -> None:

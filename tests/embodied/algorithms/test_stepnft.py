@@ -162,8 +162,8 @@ def test_a_run_learns_from_episodes(scored: str, tmp_path: Path) -> None:
         ),
         ({"advantage": {"outcome": "return"}}, "has no outcome of an episode"),
         (
-            {"advantage": {"overlong_margin": 2}, "env": {"max_episode_steps": 8}},
-            "overlong_margin is 2, and",
+            {"advantage": {"overlong": 2}, "env": {"max_episode_steps": 8}},
+            "overlong is 2, and",
         ),
         ({"rollout": {"max_episodes_per_env": 4}}, "has no comparison within episode groups"),
         ({"workflow": "grpo"}, "judges episodes of a group against each other: set it to 2 or more"),

@@ -77,8 +77,8 @@ def test_a_cache_that_was_copied_is_enough(cache: Path, tiny: Path) -> None:
     shutil.copytree(tiny, repository / "snapshots" / commit, ignore=shutil.ignore_patterns("*.bin", "*.py"))
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
-    config = fetched(with_policy(path="org/tiny", options={"unnorm_key": "tiny"}))
-    assert config.policy.path == f"org/tiny@{commit}"
+    config = fetched(with_policy(options={"checkpoint": "org/tiny", "unnorm_key": "tiny"}))
+    assert config.policy.hub_name == f"org/tiny@{commit}"
     assert config.policy.architecture["checkpoint"] == str(repository / "snapshots" / commit)
     check_policy(config.model_copy(update={"env": config.env.model_copy(update={"cameras": 1})}))
     with pytest.raises(UserError, match="(?s)org/tiny@v2 is no folder here.*hf download org/tiny --revision v2"):
@@ -101,11 +101,14 @@ def test_only_data_is_downloaded_and_once(server: Hub, tiny: Path, cache: Path, 
 
 def test_a_moved_branch_is_another_commit_and_a_run_keeps_its_own(server: Hub, tiny: Path, tmp_path: Path) -> None:
     first = server.add("models/org/tiny", tiny)
-    begun = fetched(with_policy(path="org/tiny")).policy.path
+    begun = fetched(with_policy(options={"checkpoint": "org/tiny"})).policy.hub_name
     changed = Path(shutil.copytree(tiny, tmp_path / "changed"))
     (changed / "README.json").write_text("{}")
     second = server.add("models/org/tiny", changed)
-    assert (begun, fetched(with_policy(path="org/tiny")).policy.path) == (f"org/tiny@{first}", f"org/tiny@{second}")
+    assert (begun, fetched(with_policy(options={"checkpoint": "org/tiny"})).policy.hub_name) == (
+        f"org/tiny@{first}",
+        f"org/tiny@{second}",
+    )
     assert begun is not None
     assert hub.kept("org/tiny", begun) == hub.kept("org/tiny@main", begun) == begun
     assert hub.kept(f"org/tiny@{second}", begun) == f"org/tiny@{second}"
@@ -144,41 +147,40 @@ def test_without_a_network_the_command_is_named(cache: Path) -> None:
         assert f"copy the folder HF_HOME of there (~/.cache/huggingface) to {cache.parent} here" in message
 
 
-def test_path_is_for_policies_of_a_checkpoint(cache: Path) -> None:
-    with pytest.raises(UserError, match="policy.path 'org/x' is a checkpoint .*policy.kind is flow"):
-        fetched(with_policy(kind="flow", path="org/x"))
+def test_a_name_is_for_policies_of_a_checkpoint(cache: Path) -> None:
+    with pytest.raises(UserError, match="policy.options.checkpoint 'org/x' is a checkpoint .*policy.kind is flow"):
+        fetched(with_policy(kind="flow", options={"checkpoint": "org/x"}))
 
 
 def test_a_checkpoint_of_another_kind_is_refused_with_its_kind(tiny: Path) -> None:
     pi0 = "tests/golden/pi05/checkpoint_lerobot"
     for kind, folder, right in (("pi0", str(tiny), "openvla or openvla_oft"), ("openvla", pi0, "pi0")):
-        for settings in ({"path": folder}, {"options": {"checkpoint": folder}}):
-            says = f"config.json is of {right}, and policy.kind is {kind}: set policy.kind"
-            with pytest.raises(PolicyError, match=says):
-                check_policy(with_policy(kind=kind, **settings))
+        says = f"config.json is of {right}, and policy.kind is {kind}: set policy.kind"
+        with pytest.raises(PolicyError, match=says):
+            check_policy(with_policy(kind=kind, options={"checkpoint": folder}))
 
 
 def test_a_checkpoint_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"type": "smolvla"}))
     with pytest.raises(PolicyError, match="config.json is of 'smolvla', which no kind of policies reads"):
-        check_policy(with_policy(path=str(tmp_path)))
+        check_policy(with_policy(options={"checkpoint": str(tmp_path)}))
 
 
-def test_path_replaces_the_configurations_checkpoint(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load_config("openvla_tiny")
-    named = config.model_copy(update={"policy": config.policy.model_copy(update={"path": str(tiny)})})
-    policy = fetched(named).policy
-    assert policy.architecture["checkpoint"] == str(tiny) and "checkpoint" not in policy.options
-    assert "replaces policy.options.checkpoint assets/openvla_tiny" in " ".join(capsys.readouterr().out.split())
-    shipped = config.policy.model_copy(update={"path": "assets/openvla_tiny"})
-    assert Path(shipped.architecture["checkpoint"], "config.json").is_file()
+def test_a_folder_of_the_project_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = load_config("openvla_tiny")
+    assert fetched(shipped) == shipped and shipped.policy.hub_name is None
+    assert Path(shipped.policy.architecture["checkpoint"], "config.json").is_file()
+    absent = with_policy(options={"checkpoint": "assets/absent"})
+    with pytest.raises(PolicyError, match="policy.options.checkpoint: assets/absent is not a folder"):
+        check_policy(fetched(absent))
 
 
 @pytest.mark.slow
 def test_an_evaluation_from_the_hub_records_the_commit(tiny: Path, tmp_path: Path) -> None:
     repositories = Hub()
     commit = repositories.add("models/org/tiny", tiny)
-    command = ["eval", "openvla_tiny", "--policy.path", "org/tiny", "--policy.options.unnorm-key", "tiny",
+    command = ["eval", "openvla_tiny", "--policy.options.checkpoint", "org/tiny", "--policy.options.unnorm-key", "tiny",
                "--eval.episodes", "1", "--eval.videos", "0", "--env.max-episode-steps", "2", "--env.num-envs", "1",
                "--runtime.mode", "inline", "--farm.groups", "1"]  # fmt: skip
     home = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -188,4 +190,4 @@ def test_an_evaluation_from_the_hub_records_the_commit(tiny: Path, tmp_path: Pat
         done = embodied(*command, "--folder", str(tmp_path / "eval"), **home, HF_ENDPOINT=address)
     assert done.returncode == 0, done.stdout + done.stderr
     recorded = yaml.safe_load((tmp_path / "eval/config.yaml").read_text())
-    assert recorded["policy"]["path"] == f"org/tiny@{commit}"
+    assert recorded["policy"]["options"]["checkpoint"] == f"org/tiny@{commit}"

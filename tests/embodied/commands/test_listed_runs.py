@@ -36,7 +36,7 @@ def make(folder: Path, iterations: int, evaluated: float | None = None, **settin
 def root(tmp_path: Path) -> Iterator[Path]:
     """Runs of every state."""
     make(tmp_path / "done", 4, 0.875)
-    make(tmp_path / "early", 3, 1.0, stop_at_success=0.2)
+    make(tmp_path / "early", 3, 1.0, stop_at=0.2)
     make(tmp_path / "group/stopped", 2)
     make(tmp_path / "unseen", 4)
     make(tmp_path / "begun", 0)

@@ -15,7 +15,7 @@ from embodied import cli
 from embodied.config.files import all_settings, parse_config
 from embodied.errors import UserError
 
-UNBOUNDED = {"stop_at_return", "loss.entropy_coef"}
+UNBOUNDED = {"stop_at", "loss.entropy_coef"}
 """Numbers that may be any: a return, a weight of either sign, an entropy (of a density), a reward."""
 TOGETHER = 3
 """Mistakes of one command: a message names five, and some of these settings have two."""
@@ -89,9 +89,9 @@ def test_every_verb_says_it(verb: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_share_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, "train", "reach", "--stop-at-success", "95")
-    assert "stop_at_success: it should be at most 1 (got 95.0); 95% is 0.95" in said
-    for key, given in {"sft.holdout": 10, "advantage.lam": "95", "loss.clip": 20}.items():
+    said = refusal(capsys, "train", "reach", "--advantage.lam", "95")
+    assert "advantage.lam: it should be at most 1 (got 95.0); 95% is 0.95" in said
+    for key, given in {"sft.holdout": 10, "advantage.gamma": "95", "loss.clip": 20}.items():
         section, _, name = key.partition(".")
         with pytest.raises(UserError, match=rf"{key}: it should be .* 1 \(got .*\); {given}% is "):
             parse_config({section: {name: given}}, "own.yaml")

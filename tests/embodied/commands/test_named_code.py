@@ -193,11 +193,11 @@ def test_other_code_than_the_runs_allows_nothing(downloaded: Path, ran: Any) -> 
 
 def test_a_reward_function_is_code_too(downloaded: Path, ran: Any) -> None:
     data = settings_of(str(downloaded), Path(), [WORKFLOW]).model_dump(mode="json")
-    data |= {"workflow": "ppo_reward", "reward": {"function": REWARD}}
+    data |= {"workflow": "ppo_reward", "reward": {"model": REWARD}}
     save_config(parse_config(data, "test"), downloaded / "config.yaml")
-    with pytest.raises(UserError, match=rf"reward.function: {REWARD}.*type --reward.function {REWARD} as well"):
+    with pytest.raises(UserError, match=rf"reward.model: {REWARD}.*type --reward.model {REWARD} as well"):
         load_config(str(downloaded / "config.yaml"))
-    assert load_config(str(downloaded / "config.yaml"), [REWARD]).reward.function == REWARD
+    assert load_config(str(downloaded / "config.yaml"), [REWARD]).reward.model == REWARD
     assert not ran()
 
 

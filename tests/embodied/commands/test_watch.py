@@ -26,7 +26,7 @@ from tests.embodied.commands.test_listed_runs import ROW, make
 
 SMALL = {
     "iterations": 2, "name": "trains", "runtime.mode": "inline", "rollout.decisions": 16,
-    "eval.episodes": 2, "eval.videos": 0, "stop_at_success": None,
+    "eval.episodes": 2, "eval.videos": 0, "stop_at": None,
 }  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def test_a_configuration_cannot_be_changed_after_it_was_checked() -> None:
 def test_a_saved_configuration_reads_back_equal(tmp_path: Path) -> None:
     config = parse_config(
         {
-            "name": "a run: with colon", "seed": 3, "stop_at_success": 0.9,
+            "name": "a run: with colon", "seed": 3, "stop_at": 0.9,
             "env": {"task": "tabletop/push", "max_episode_steps": 30, "control_mode": None},
             "policy": {"reads": ["proprio", "images"], "options": {"widths": [8, 8], "initial_log_std": -0.5}},
             "loss": {"clip_high": 0.28, "value_clip": None}, "optim": {"target_kl": 1e-7},

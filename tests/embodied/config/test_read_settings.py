@@ -60,7 +60,7 @@ OF_WORKFLOWS: dict[str, dict[str, Any]] = {
     "ppo_reference": {"loss": {"reference_kl": 0.1}},
     "grpo_reference": {**EPISODES, **RETURNS, "loss": {"reference_kl": 0.1}},
     "reinforce_reference": {**EPISODES, "loss": {"reference_kl": 0.1}},
-    "ppo_reward": {**IMAGES, "reward": {"function": f"{__name__}:bright"}},
+    "ppo_reward": {**IMAGES, "reward": {"model": f"{__name__}:bright"}},
 }
 PLACED = {
     *("farm.physics_workers", "farm.render_workers", "farm.nodes", "farm.devices"),
@@ -176,13 +176,12 @@ def another(key: str) -> Any:
         "group",
         "episode",
         "stock",
-        "published",
     ):
         with suppress(UserError):
             found = parse_config({section: {name: value}}, "test")
             if getattr(getattr(found, section), name) != default:
                 return value
-    return {"reward.function": "a:b", "advantage.keep_rates": [0.1, 0.9]}.get(key, "somewhere")
+    return {"reward.model": "a:b", "advantage.keep_rates": [0.1, 0.9]}.get(key, "somewhere")
 
 
 def test_there_is_a_run_of_every_workflow() -> None:
@@ -215,7 +214,7 @@ def test_what_a_command_does_not_read_is_refused_when_it_is_typed(verb: str, rec
     assert {key for key in never if key in VERBS[verb]} <= CONDITIONAL
 
 
-CONDITIONAL = {"eval.prompt", "eval.tasks", "policy.path", "policy.init"}
+CONDITIONAL = {"eval.tasks", "policy.init"}
 """Read where a protocol, a suite or a checkpoint is named."""
 
 

@@ -305,7 +305,8 @@ def test_a_suite_of_perturbations_repeats_each_trial_under_its_variants() -> Non
 
 
 def test_what_the_policy_is_told_belongs_to_the_protocol() -> None:
-    intended, published = (of_suite("libero-pro", axes="task", prompt=prompt) for prompt in ("intended", "published"))
+    intended, published = (of_suite(name, axes="task") for name in ("libero-pro", "libero-pro-published"))
+    assert intended.name == published.name == "libero-pro"
     assert intended.sha256 != published.sha256
     assert intended.perturbations["libero/libero_goal/0"][0].words == "open the bottom drawer of the cabinet"
     assert published.perturbations["libero/libero_goal/0"][0].words == "open the middle drawer of the cabinet"
@@ -315,7 +316,7 @@ def test_what_the_policy_is_told_belongs_to_the_protocol() -> None:
     ("settings", "message"),
     [
         ({"axes": "light"}, "has no axis 'light': it has camera, start, words, noise, objects"),
-        ({"event": "objects:1@3"}, "leave --eval.event away"),
+        ({"axes": "objects:1@3"}, "leave those of eval.axes out"),
         ({"tasks": ["tabletop/reach"]}, "says nothing of tabletop/reach"),
     ],
 )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from embodied.commands.report import report_runs
-from embodied.config.schema import Config, event_of, levels_of
+from embodied.config.schema import Config, Event, event_of, levels_of
 from embodied.errors import UserError
 from embodied.evaluation.conditions import by_condition, differing_pairs, unperturbed
 from embodied.evaluation.folder import EPISODES
@@ -57,11 +57,11 @@ def test_default_axes_are_those_that_the_policy_notices() -> None:
 
 
 def test_perturbations_are_in_the_hash_and_survive_json() -> None:
-    perturbed = protocol_of(config(SEEING, eval={"event": ["objects:3@2", "words:go to the blue ball@4"]}))
+    perturbed = protocol_of(config(SEEING, eval={"axes": ["objects:3@2", "words:go to the blue ball@4"]}))
     plain = protocol_of(config(SEEING, eval={"axes": []}))
     assert from_data(json.loads(json.dumps(as_data(perturbed)))) == perturbed
     assert perturbed.sha256 != plain.sha256 and "perturbations" not in as_data(plain)
-    other = protocol_of(config(SEEING, eval={"event": ["objects:4@2", "words:go to the blue ball@4"]}))
+    other = protocol_of(config(SEEING, eval={"axes": ["objects:4@2", "words:go to the blue ball@4"]}))
     assert other.sha256 != perturbed.sha256
 
 
@@ -77,12 +77,18 @@ def test_the_spelling_of_levels_is_not_in_the_hash() -> None:
     assert [(one.axis, one.level) for one in some] == [("start", 2), ("noise", 1), ("noise", 3)]
 
 
-@pytest.mark.parametrize("text", ["objects:3", "objects@3", "objects:high@3", "objects:3@soon", "3@4"])
+@pytest.mark.parametrize("text", ["objects@3", "objects:high@3", "objects:3@soon", "3@4", "camera:1,objects:3@4"])
 def test_what_is_no_event_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="objects"):
         event_of(text + " objects" * ("objects" not in text))
-    with pytest.raises(UserError, match="event"):
-        config(SEEING, eval={"event": [text]})
+    with pytest.raises(UserError, match="event|no list of ranges"):
+        config(SEEING, eval={"axes": [text]})
+
+
+def test_axes_and_events_stand_in_one_list() -> None:
+    found = config(SEEING, eval={"axes": ["start:2,noise:1", "objects:3@2", "words:go left, then right@4"]}).eval
+    assert found.perturbed == {"start": (2,), "noise": (1,)}
+    assert found.events == (Event("objects", 3, 2), Event("words", 0, 4, "go left, then right"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_what_is_no_event_is_refused(text: str) -> None:
     [
         ({"axes": ["camra"]}, "camra.*did you mean camera"),
         ({"axes": ["start:1-9"]}, "levels 1 to 5, got 6"),
-        ({"axes": [], "event": ["lighting:3@2"]}, "no axis .*lighting"),
+        ({"axes": ["lighting:3@2"]}, "no axis .*lighting"),
         ({"axes": ["start:"]}, "no list of ranges"),
         ({"axes": ["words"], "instruction": "go"}, "takes the place of every instruction"),
     ],
@@ -107,7 +113,7 @@ def test_mistakes_are_one_message_before_anything_runs(settings: dict[str, Any],
 @pytest.fixture(scope="module")
 def perturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("perturbed") / "e"
-    evaluated(folder, config(SEEING, eval={"videos": 1, "event": ["start:5@2"]}))
+    evaluated(folder, config(SEEING, eval={"videos": 1, "axes": ["start:5@2"]}))
     return folder
 
 
@@ -163,7 +169,7 @@ def test_until_its_event_an_episode_is_equal(perturbed: Path) -> None:
 
 def test_a_sampled_policy_draws_alike_in_both_of_a_pair(tmp_path: Path) -> None:
     """Until the event, whatever the number of environments side by side: trials, not rows, key the noise."""
-    settings: dict[str, Any] = {"episodes": 5, "axes": [], "event": ["objects:5@4"], "num_envs": 4}
+    settings: dict[str, Any] = {"episodes": 5, "axes": ["objects:5@4"], "num_envs": 4}
     folder = evaluated(tmp_path / "e", config(eval=settings))
     known = {outcome.trial: folder.actions(outcome) for outcome in folder.in_order()}
     assert all(np.array_equal(known[trial][:4], known[trial - 5][:4]) for trial in range(5, 10))
@@ -179,7 +185,7 @@ HOW = [
 @pytest.mark.parametrize("how", often(HOW[:1], HOW), ids=str)
 def test_workers_and_mode_change_no_bit(perturbed: Path, how: dict[str, Any], tmp_path: Path) -> None:
     one = evaluations.read_folder(perturbed)
-    settings = config(SEEING, eval={"event": ["start:5@2"]} | how.get("eval", {}))
+    settings = config(SEEING, eval={"axes": ["start:5@2"]} | how.get("eval", {}))
     settings = settings.model_copy(
         update={
             "farm": settings.farm.model_copy(update=how.get("farm", {})),
@@ -194,14 +200,14 @@ def test_an_interrupted_one_goes_on(perturbed: Path, tmp_path: Path) -> None:
     shutil.copytree(perturbed, folder)
     lines = (folder / EPISODES).read_text().splitlines(keepends=True)
     (folder / EPISODES).write_text("".join(lines[:9]))
-    whole = evaluated(folder, config(SEEING, eval={"event": ["start:5@2"]}), resume=True)
+    whole = evaluated(folder, config(SEEING, eval={"axes": ["start:5@2"]}), resume=True)
     assert_same_episodes(evaluations.read_folder(perturbed), whole)
     said = refusal(folder, config(SEEING, eval={"axes": ["start"]}), resume=True)
     assert "holds another evaluation" in said and "perturbations" in said
 
 
 def test_two_policies_are_compared_under_every_condition(perturbed: Path, tmp_path: Path) -> None:
-    settings = config(SEEING, eval={"event": ["start:5@2"]})
+    settings = config(SEEING, eval={"axes": ["start:5@2"]})
     evaluated(tmp_path / "e", settings, against=str(perturbed))
     comparison = json.loads((tmp_path / "e" / "eval.json").read_text())["comparison"]
     assert len(comparison["conditions"]) == 7

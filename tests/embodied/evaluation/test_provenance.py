@@ -86,7 +86,7 @@ def test_the_runs_that_a_run_began_from_count_too(run: Path, tmp_path: Path) -> 
 
 
 def test_seeds_of_fixed_starts_are_counted(run: Path, tmp_path: Path) -> None:
-    fixed = lineage(as_run(run, tmp_path / "fixed", env={"start_seeds": 16}), PLAIN)
+    fixed = lineage(as_run(run, tmp_path / "fixed", env={"init_states": "seeds:16"}), PLAIN)
     seen = [EpisodeSpec(start_seed(number)) for number in range(12, 20)]
     assert fixed.starts("tabletop/reach", seen).as_data() == {
         "kind": "seeds", "trained": 4, "evaluated": 8, "known": True,
@@ -137,7 +137,7 @@ def test_what_others_have_trained_is_not_known(run: Path, tmp_path: Path) -> Non
 
 def test_a_result_says_what_was_trained_on_everywhere(run: Path, tmp_path: Path) -> None:
     target = tmp_path / "run"
-    as_run(run, target, env={"start_seeds": 16})
+    as_run(run, target, env={"init_states": "seeds:16"})
     settings = settings_of(str(target), tmp_path)
     evaluate_run(str(target), settings, None, tmp_path)
     result = json.loads((target / "eval.json").read_text())

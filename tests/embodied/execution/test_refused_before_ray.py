@@ -35,7 +35,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "recorded states": ({"env": {**REACH, "init_states": 3}}, "the task's recorded initial states are none"),
     "a measure": (
-        {"env": {"task": "gymnasium/Pendulum-v1", "num_envs": 2}, "stop_at_success": 0.5},
+        {"env": {"task": "gymnasium/Pendulum-v1", "num_envs": 2}, "workflow": "grpo", "rollout": {"episode_group": 2}},
         "gymnasium/Pendulum-v1 has no success",
     ),
 }

@@ -158,11 +158,11 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], Written]] = {
         settings("grpo", {}, {"scale": "batch"}, 1000), lambda p, e: group_relative(p, e, Terms(), scale="batch")
     ),
     "dapo": (
-        settings("grpo", DAPO, {"overlong_margin": 5}),
+        settings("grpo", DAPO, {"overlong": 5}),
         lambda p, e: group_relative(p, e, Terms(high=0.28), margin=5),
     ),
     "dapo that masks what was cut off": (
-        settings("grpo", DAPO, {"mask_truncated": True}),
+        settings("grpo", DAPO, {"overlong": "masked"}),
         lambda p, e: group_relative(p, e, Terms(high=0.28), masked=True),
     ),
     "reinforce++": (

@@ -120,7 +120,7 @@ def test_groups_are_taken_in_the_order_of_their_problems(model: Path, tmp_path: 
 def test_the_end_of_an_answer_costs_what_its_length_says(model: Path, tmp_path: Path) -> None:
     """Yu et al. 2025, eq. 13: 0 up to 12 - 5 tokens, one fifth more for each then, and -1 for 12 or what is cut off."""
     data = settings(model, workflow=text_runs.NOTING, iterations=1, rollout={"episodes_per_env": 3})
-    data["advantage"] = {"overlong_margin": 5}
+    data["advantage"] = {"overlong": 5}
     text_runs.SEEN.clear()
     trained(tmp_path / "run", data)
     batch = join_columns(text_runs.SEEN)
@@ -129,7 +129,7 @@ def test_the_end_of_an_answer_costs_what_its_length_says(model: Path, tmp_path: 
     for outcome, solved, length in zip(found, batch.success.any(0).tolist(), lengths, strict=True):
         assert outcome == pytest.approx(solved - min(max((length - 7) / 5, 0), 1))
     assert {min(max(length - 7, 0), 5) for length in lengths} >= {0, 5} and len({*lengths}) > 4
-    masked = {**data, "advantage": {"mask_truncated": True}}
+    masked = {**data, "advantage": {"overlong": "masked"}}
     estimate = group_relative(batch, parse_config(masked, "test"))
     assert batch.truncated.any() and not estimate.keep[:, batch.truncated.any(0)].any()
     assert estimate.keep.any()

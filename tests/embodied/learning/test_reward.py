@@ -69,7 +69,7 @@ SETTINGS: dict[str, Any] = {
         "chunk": 2,
         "options": {"encoder": "cnn", "features": 16, "widths": [16], "critic_widths": [16]},
     },
-    "reward": {"function": f"{__name__}:brightness"},
+    "reward": {"model": f"{__name__}:brightness"},
     "rollout": {"decisions": 6},
     "optim": {"epochs": 1, "minibatch": 8, "micro_batch": 5},
     "runtime": {"mode": "inline", "deadline_s": 120},
@@ -227,7 +227,7 @@ def test_a_classifier_reads_the_instruction() -> None:
 
 @pytest.mark.slow
 def test_a_run_is_rewarded_by_the_classifier(classifier: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    config = config_of(reward={"function": None, "classifier": str(classifier[0])}, iterations=1)
+    config = config_of(reward={"model": str(classifier[0])}, iterations=1)
     with begun(config, tmp_path) as workers:
         workers.rollout_worker.call(RolloutRole.rollout, 6, 60.0)
         batch = workers.rollout_worker.call(RolloutRole.trajectories)
@@ -267,7 +267,7 @@ PPO_STEP_COST = passing(
 
 
 def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
-    plain = config_of(iterations=1, workflow="ppo", reward={"function": None})
+    plain = config_of(iterations=1, workflow="ppo", reward={"model": None})
     train(plain.model_copy(update={"workflow": f"{__name__}:PPO_STEP_COST"}), tmp_path / "charged")
     train(plain, tmp_path / "plain")
     mine, its = (read(tmp_path / name)[0] for name in ("charged", "plain"))
@@ -278,7 +278,7 @@ def test_a_component_of_ones_own_is_a_class_and_a_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_reward_teaches_something_else(tmp_path: Path) -> None:
     train(config_of(iterations=1), tmp_path / "judged")
-    train(config_of(iterations=1, workflow="ppo", reward={"function": None}), tmp_path / "simulated")
+    train(config_of(iterations=1, workflow="ppo", reward={"model": None}), tmp_path / "simulated")
     mine, its = (read(tmp_path / name)[0] for name in ("judged", "simulated"))
     assert mine["env/return"] == its["env/return"], "the record's return stays the simulator's"
     assert mine["learner/value_loss"] != its["learner/value_loss"]
@@ -290,8 +290,8 @@ def test_another_reward_teaches_something_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"reward": {"function": None}}, "neither is set"),
-        ({"reward": {"classifier": "somewhere"}}, "both are set"),
+        ({"reward": {"model": None}}, "reward.model is not set"),
+        ({"reward": {"model": "somewhere"}}, "somewhere"),
         ({"policy": {"reads": ["proprio", "images"]}}, "add instruction"),
         ({"policy": {"reads": ["state"]}}, "add images and instruction"),
     ],
@@ -306,7 +306,7 @@ def test_a_reward_worker_that_cannot_judge_is_refused_before_anything_starts(
 @pytest.mark.parametrize("name", ["brightness", "nowhere_to_be_found:judge", f"{__name__}:nobody", f"{__name__}:SIZE"])
 def test_a_function_that_is_none_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=name):
-        check_run(RunSpec.of(config_of(reward={"function": name})))
+        check_run(RunSpec.of(config_of(reward={"model": name})))
 
 
 @pytest.mark.parametrize("judge", [half_a_judge, speechless])
@@ -316,7 +316,7 @@ def test_a_judge_that_does_not_say_a_number_for_each_row_is_refused(judge: Any, 
 
 
 def test_a_classifier_of_other_frames_and_one_that_is_damaged_are_refused(tmp_path: Path) -> None:
-    config = config_of(reward={"function": None, "classifier": str(tmp_path / "c")})
+    config = config_of(reward={"model": str(tmp_path / "c")})
     with pytest.raises(UserError, match="embodied reward"):
         check_run(RunSpec.of(config))  # before anything starts
     SuccessClassifier(Looks(("front",), 32, "upright")).save(tmp_path / "c")

@@ -137,7 +137,7 @@ def test_a_profile_of_other_settings_is_refused(
 
 def test_settings_that_times_do_not_depend_on_may_differ(embodied: Commands, files: Path) -> None:
     settings = yaml.safe_load(Path("small.yaml").read_text())
-    Path("longer.yaml").write_text(yaml.safe_dump({**settings, "iterations": 7, "stop_at_success": 0.5}))
+    Path("longer.yaml").write_text(yaml.safe_dump({**settings, "iterations": 7, "stop_at": 0.5}))
     embodied.done("plan", "longer.yaml", "--seed", "9")
 
 

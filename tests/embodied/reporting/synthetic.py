@@ -18,7 +18,7 @@ STAGES, CHUNKS = 2, 12
 
 CONFIG = """\
 name: tabletop_reach
-stop_at_success: 0.8
+stop_at: 0.8
 env: {task: tabletop/reach, cameras: 1, image_size: 64}
 policy: {kind: small_cnn, reads: [images], options: {note: "<script>alert('no')</script> & more"}}
 ppo: {gamma: 0.99, clip_low: 0.2}

@@ -244,7 +244,7 @@ def line(**values: float) -> str:
         ("eval.json", "[]", "eval.json has no task"),
         ("eval.json", json.dumps({"episodes": 4, "success_rate": 1.5}), "a success rate of 1.5"),
         ("eval.json", json.dumps({"episodes": 4, "success_rate": 0.5, "task": "a\ud800b"}), "a\\ud800b"),
-        ("config.yaml", "stop_at_success: 1.0e+300\n", "Time to success 0.9"),
+        ("config.yaml", "stop_at: 1.0e+300\n", "Time to success 0.9"),
         ("config.yaml", "a: &a [*a]\n", "config.yaml cannot be read"),
         ("trace.json", "[" * 100_000, "trace.json is not a trace"),
     ],

@@ -45,7 +45,7 @@ def countdown() -> dict[str, Any]:
         "env": {"task": "text/countdown_3_two_tries", "num_envs": 8, "max_episode_steps": 24},
         "policy": {"chunk": 12},
         "loss": {"reference_kl": 0.01},
-        "advantage": {"overlong_margin": 20},
+        "advantage": {"overlong": 20},
         "rollout": {"episode_group": 4, "episodes_per_env": 1},
         "optim": {"minibatch": 8, "micro_batch": 3},
         "eval": {"episodes": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import shlex
@@ -338,6 +339,56 @@ def test_former_settings_that_have_another_key_are_read_under_that(begun: Path) 
     path.write_text(yaml.safe_dump({**now, "env": env, "optim": optim}))
     found = saved_config(path)
     assert found.env.options == {"tokenizer": "assets/countdown_lm"} and found.optim.lr_schedule == "linear"
+    for section, keys, expected in FORMER:
+        changed = {**now, **keys} if section is None else {**now, section: {**now[section], **keys}}
+        path.write_text(yaml.safe_dump(changed))
+        assert [operator.attrgetter(key)(saved_config(path)) for key in expected] == [*expected.values()], keys
+
+
+FORMER: list[tuple[str | None, dict[str, Any], dict[str, Any]]] = [
+    (None, {"stop_at_success": 0.9, "stop_at_return": None}, {"stop_at": 0.9}),
+    (None, {"stop_at_success": None, "stop_at_return": 0.0}, {"stop_at": 0.0}),
+    (
+        None,
+        {"extra_tasks": [{"task": "a/b", "start_seeds": 8}]},
+        {"extra_tasks": ({"task": "a/b", "init_states": "seeds:8"},)},
+    ),
+    ("env", {"start_seeds": 0}, {"env.init_states": 0}),
+    ("env", {"start_seeds": 16}, {"env.init_states": "seeds:16"}),
+    (
+        "policy",
+        {"path": "org/x", "options": {"widths": [4]}},
+        {"policy.options": {"widths": [4], "checkpoint": "org/x"}},
+    ),
+    ("policy", {"path": None}, {"policy.init": None}),
+    ("advantage", {"overlong_margin": None, "mask_truncated": False}, {"advantage.overlong": None}),
+    ("advantage", {"overlong_margin": 4, "mask_truncated": False}, {"advantage.overlong": 4}),
+    ("advantage", {"overlong_margin": None, "mask_truncated": True}, {"advantage.overlong": "masked"}),
+    ("reward", {"function": "a:b", "classifier": None}, {"reward.model": "a:b"}),
+    ("reward", {"function": None, "classifier": "a/b"}, {"reward.model": "a/b"}),
+    ("eval", {"axes": ["camera"], "event": ["objects:3@2"]}, {"eval.axes": ("camera", "objects:3@2")}),
+    ("eval", {"prompt": "intended", "protocol": "libero-pro"}, {"eval.protocol": "libero-pro"}),
+    ("eval", {"prompt": "published", "protocol": "libero-pro"}, {"eval.protocol": "libero-pro-published"}),
+]
+"""Section, its former keys, and the present settings that they become."""
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "says"),
+    [
+        ("advantage", {"overlong_margin": 4, "mask_truncated": True}, "are one setting now, overlong"),
+        ("env", {"start_seeds": 4, "init_states": 9}, "init_states 9 and start_seeds .* are one setting now"),
+        ("reward", {"function": "a:b", "classifier": "c"}, "are one setting now, model"),
+    ],
+)
+def test_former_settings_that_exclude_each_other_are_refused(
+    section: str, keys: dict[str, Any], says: str, begun: Path
+) -> None:
+    path = begun / "config.yaml"
+    now = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**now, section: {**now[section], **keys}}))
+    with pytest.raises(UserError, match=rf"config.yaml: .*{says}"):
+        saved_config(path)
 
 
 def test_what_is_typed_is_known_by_its_words() -> None:

@@ -49,7 +49,7 @@ def trained(
     **optim: Any,
 ) -> Path:
     """A run's folder. `sections` has further keys of the configuration's sections."""
-    small = {"iterations": iterations, "name": name, "seed": seed, "stop_at_success": None, "optim": optim}
+    small = {"iterations": iterations, "name": name, "seed": seed, "stop_at": None, "optim": optim}
     every: dict[str, Any] = {
         **small,
         "env": {"task": "tabletop/reach", "num_envs": 8},

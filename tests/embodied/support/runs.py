@@ -65,7 +65,7 @@ STATES: dict[str, Any] = {
     "workflow": f"{__name__}:KEPT_PPO",
     "seed": 3,
     "iterations": ITERATIONS,
-    "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
+    "env": {"task": "tabletop/reach", "num_envs": 4, "max_episode_steps": 9, "init_states": "seeds:6"},
     "policy": {"chunk": 2, "options": {"widths": [32, 32], "initial_log_std": 0.5}},
     "rollout": {"decisions": 12},
     "optim": {"epochs": 2, "minibatch": 16, "policy_lr": 3e-3, "value_lr": 3e-3},
@@ -91,7 +91,7 @@ GROUPS: dict[str, Any] = {
 }
 MANISKILL: dict[str, Any] = {
     **STATES,
-    "env": {"task": "maniskill/PushCube-v1", "num_envs": 4, "max_episode_steps": 9, "start_seeds": 6},
+    "env": {"task": "maniskill/PushCube-v1", "num_envs": 4, "max_episode_steps": 9, "init_states": "seeds:6"},
 }
 LIBERO: dict[str, Any] = {
     **IMAGES,

@@ -18,7 +18,7 @@ from tests.embodied.support.expert import record_reach
 ROOT = Path(__file__).parents[3]
 SEVERAL: dict[str, Any] = {
     "extra_tasks": [{"task": "tabletop/reach_blue"}],
-    "env": {"task": "tabletop/reach_red", "num_envs": 2, "max_episode_steps": 4, "start_seeds": 2},
+    "env": {"task": "tabletop/reach_red", "num_envs": 2, "max_episode_steps": 4, "init_states": "seeds:2"},
     "rollout": {"decisions": 4},
     "advantage": {"normalise_returns": True},
     "eval": {"episodes": 2, "every": 1, "videos": 0},
