@@ -46,7 +46,7 @@ def main(nodes: int = 4) -> Plan:
     cluster = Cluster(tuple(Node(f"node{i}", cores=96, accelerators=8) for i in range(nodes)), link_bytes_per_s=12.5e9)
     best = schedulers.plan(WORKFLOW, PROFILE, cluster)
     print("\n".join(best.why))
-    schedulers.save(best, "plan.json")  # `embodied train CONFIG --plan.file plan.json` runs it, perhaps edited
+    schedulers.save(best, "plan.json")  # `embodied train CONFIG --plan.mode plan.json` runs it, perhaps edited
     return best
 
 

@@ -169,6 +169,19 @@ def _rename_former(data: dict[str, Any]) -> None:
         if isinstance(differs, dict) and (seeds := differs.pop("start_seeds", 0)):
             states = differs.get("init_states") or None
             _join(differs, "init_states", {"init_states": states, "start_seeds": f"{SEEDS}{seeds}"})
+    plan = _section(data, ["plan"])
+    if (file := plan.pop("file", None)) is not None:
+        plan["mode"] = file
+    sft, reads = _section(data, ["sft"]), policy.get("reads")
+    if sft.pop("only_successes", False):
+        entries = sft.get("episodes") or ["all"]
+        sft["episodes"] = ["solved" if entry == "all" else f"solved:{entry}" for entry in entries]
+    present = "decisions" if reads == ["instruction"] else "steps"
+    if sft.pop("rows", present) != present:
+        raise ValueError(
+            f"there is no setting sft.rows any more, and a policy that reads {shown(reads)} learns from {present}: use "
+            "the version that wrote the file"
+        )
     evaluation = _section(data, ["eval"])
     if isinstance(axes := evaluation.get("axes", []), list) and isinstance(evaluation.get("event"), list):
         evaluation["axes"] = [*axes, *evaluation.pop("event")]

@@ -552,10 +552,9 @@ class SFTConfig(Section):
     observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
     datasets, or one for each."""
     episodes: Annotated[tuple[str, ...], BeforeValidator(_each)] = ()
-    """Episodes that are used, by number and range (`0-49,60`), `all` for all: one text for all datasets, or one for
-    each. None: all."""
-    only_successes: bool = False
-    """Use solved episodes alone. Refused for a dataset that does not say which they are."""
+    """Episodes that are learned from: by number and range (`0-49,60`), the solved ones (`solved`), the solved ones of a
+    range (`solved:0-49`), or `all`. One text for all datasets, or one for each. None: all. `solved` is refused for a
+    dataset that does not record success."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
     """Weight of each dataset in the draw of rows, relative to the others; rows of one dataset are drawn alike,
     with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
@@ -564,9 +563,6 @@ class SFTConfig(Section):
     the upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
     insist: Annotated[tuple[Check, ...], BeforeValidator(_each)] = ()
     """Checks of the data whose refusals become warnings (docs/demonstrations.md)."""
-    rows: Literal["steps", "decisions"] = "steps"
-    """Env steps of a demonstration that are learned from, as rows: `steps`, every one; `decisions`, those at which the
-    policy would decide: the first, and every policy.chunk-th after it."""
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
@@ -705,13 +701,21 @@ class RuntimeConfig(Section):
     a checkpoint that is written for it. None: no limit."""
 
 
+def _plan_file(path: Path) -> Path:
+    if path.suffix != ".json":
+        raise ValueError("the file of a plan, which ends in .json")
+    return path
+
+
 class PlanConfig(Section):
     """When and where: see docs/planning.md."""
 
-    mode: Literal["configured", "auto", "collocated", "disaggregated", "hybrid"] = "configured"
-    """`configured`: `farm` and `optim` decide. Other values: the best plan of that mode, or of all modes (`auto`)."""
-    file: Path | None = None
-    """A plan.json, edited or not, to run instead of a plan chosen by `mode`."""
+    mode: (
+        Literal["configured", "auto", "collocated", "disaggregated", "hybrid"]
+        | Annotated[Path, AfterValidator(_plan_file)]
+    ) = "configured"
+    """`configured`: no plan; `farm`, `policy` and `optim` decide. `auto`: the best plan; `collocated`, `disaggregated`,
+    `hybrid`: the best plan of that mode. A file that ends in .json: the plan in it, edited or not."""
     profile: Path | None = None
     """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
     ahead: bool = False
@@ -720,6 +724,11 @@ class PlanConfig(Section):
     replan: bool = False
     """Change to another plan during the run when five iterations in a row differ from the prediction and the change
     pays (docs/planning.md): for long runs on machines whose load changes."""
+
+    @property
+    def file(self) -> Path | None:
+        """The file of the plan that is run; None where `mode` names no file."""
+        return self.mode if isinstance(self.mode, Path) else None
 
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]

@@ -175,6 +175,10 @@ def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) ->
     return Dataset(path, rename=renames(features, Dataset(path).features, str(path)))
 
 
+SOLVED = "solved"
+"""The entry of `sft.episodes` that names solved episodes, or begins one that names those of a range."""
+
+
 def open_sources(sft: SFTConfig, seed: int, check: Callable[[Dataset], None] = lambda _: None) -> tuple[Source, ...]:
     """The datasets of `sft.data` with the episodes that are used of each. `check` is called on each dataset before its
     columns are read. Raises `UserError`."""
@@ -187,7 +191,7 @@ def open_sources(sft: SFTConfig, seed: int, check: Callable[[Dataset], None] = l
     opened = [open_dataset(path, entry) for path, entry in zip(sft.data, entries, strict=True)]
     for dataset in opened:
         check(dataset)
-    chosen = [_chosen(dataset, text, sft.only_successes) for dataset, text in zip(opened, ranges, strict=True)]
+    chosen = [_chosen(dataset, text) for dataset, text in zip(opened, ranges, strict=True)]
     for dataset, episodes in zip(opened, chosen, strict=True):
         used = [dataset.episodes[number] for number in episodes]
         dataset.check_finite(np.concatenate([np.arange(0), *(np.arange(e.begin, e.end) for e in used)]))
@@ -245,7 +249,7 @@ def numbers_in(text: str, dataset: Dataset) -> list[int]:
         try:
             numbers = indices_of(part)
         except ValueError as error:
-            raise UserError(f"sft.episodes: {error} (or all)") from None
+            raise UserError(f"sft.episodes: {error} (or all, {SOLVED}, {SOLVED}:0-24)") from None
         if numbers[0] not in places or numbers[-1] not in places:
             raise UserError(
                 f"sft.episodes: {dataset.folder} has {len(places)} episodes, {min(places)} to {max(places)}, got {part}"
@@ -254,20 +258,22 @@ def numbers_in(text: str, dataset: Dataset) -> list[int]:
     return sorted(found)
 
 
-def _chosen(dataset: Dataset, text: str, only_successes: bool) -> list[int]:
-    numbers = numbers_in(text, dataset)
-    if not only_successes:
-        return numbers
+def _chosen(dataset: Dataset, text: str) -> list[int]:
+    """Positions in `dataset.episodes` of those that an entry of `sft.episodes` names. Raises `UserError`."""
+    solved, _, among = text.partition(":")
+    if solved.strip() != SOLVED:
+        return numbers_in(text, dataset)
+    numbers = numbers_in(among or "all", dataset)
     outcomes = [succeeded(dataset, dataset.episodes[i]) for i in numbers]
     if None in outcomes:
         raise UserError(
-            f"sft.only_successes: {dataset.folder} does not say which episodes were solved (neither success in "
-            f"meta/episodes nor {layout.SUCCESS}): name them with --sft.episodes, or map the feature that does with "
+            f"sft.episodes: {SOLVED}: {dataset.folder} does not record which episodes were solved (neither success in "
+            f"meta/episodes nor {layout.SUCCESS}): name them by number (0-49,60), or map the feature that does with "
             f"--sft.features '{{KEY: {layout.SUCCESS}}}'"
         )
     found = [i for i, solved in zip(numbers, outcomes, strict=True) if solved]
     if not found:
-        raise UserError(f"sft.only_successes: none of the {len(numbers)} episodes of {dataset.folder} was solved")
+        raise UserError(f"sft.episodes: {SOLVED}: none of the {len(numbers)} episodes of {dataset.folder} was solved")
     return found
 
 

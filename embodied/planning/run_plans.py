@@ -116,7 +116,7 @@ def plan_run(run: RunSpec, session: Session, run_dir: Path) -> RunPlan:
     config, wanted = run.config, run.config.plan
     if wanted.replan and wanted.ahead:
         raise UserError(f"{NO_MOMENT} plan.ahead")
-    if wanted.mode == "configured" and wanted.file is None:
+    if wanted.mode == "configured":
         assignment = configured(run, session.cores, session.nodes)
         return RunPlan(run=run, run_dir=run_dir, session=session, assignment=assignment)
     cluster, workflow, profile = run_cluster(session), sized_workflow(run), None
@@ -199,7 +199,7 @@ def _profile_of(run: RunSpec, session: Session, run_dir: Path, workflow: Workflo
 def mode_of(config: Config) -> schedulers.Mode | None:
     """The mode that is wanted; None: whichever is fastest."""
     wanted = config.plan.mode
-    return None if wanted == "auto" or wanted == "configured" else wanted
+    return None if wanted == "auto" or wanted == "configured" or isinstance(wanted, Path) else wanted
 
 
 # --- planning again during a run

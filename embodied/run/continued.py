@@ -51,12 +51,10 @@ LEARNED_FROM = (
     "data",
     "features",
     "episodes",
-    "only_successes",
     "weights",
     "gripper",
     "insist",
     "holdout",
-    "rows",
     "batch",
 )
 """Settings of `sft` that decide what `embodied sft` learns from, and so what a step of it is."""

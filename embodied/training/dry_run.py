@@ -181,7 +181,7 @@ def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int
 
 def _placement(run: RunSpec) -> dict[str, Any]:
     config = run.config
-    if config.plan.mode != "configured" or config.plan.file is not None:
+    if config.plan.mode != "configured":
         return {"plan": config.plan.file or f"searched for when the run begins ({config.plan.mode}): `embodied plan`"}
     found: Assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))), unknown_nodes(config))
     if run.inline:

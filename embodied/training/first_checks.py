@@ -61,7 +61,7 @@ def nothing_to_learn(kind: str) -> str:
 
 def check_farms(config: Config) -> None:
     """Check that each task's environments divide among workers and groups, where no plan says how many."""
-    if config.plan.mode == "configured" and config.plan.file is None:
+    if config.plan.mode == "configured":
         for task in tasks_of(config):
             _check_division(config, task.env.num_envs)
 

@@ -78,7 +78,7 @@ def check_training(run: RunSpec) -> None:
         selection_protocol(config)
     check_plan_files(run)
     _check_frames(run)
-    if config.plan.mode == "configured" and config.plan.file is None:
+    if config.plan.mode == "configured":
         assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))), unknown_nodes(config))
         specs = farm_specs(run, assignment)
         for spec in specs:

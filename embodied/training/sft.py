@@ -75,7 +75,8 @@ def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
     if not config.sft.data:
         raise UserError("no demonstrations are named: --data FOLDER (a dataset, as `embodied record` writes them)")
     sources = open_sources(config.sft, config.seed, lambda dataset: _check_fits(dataset, config, info))
-    stride = config.policy.chunk if config.sft.rows == "decisions" else 1
+    # A policy that reads the instruction alone observes the same at every step: it learns where it would decide.
+    stride = config.policy.chunk if set(config.policy.reads) == {"instruction"} else 1
     return Demonstrations(sources, gripper_map(config.sft.gripper, info), config.sft.weights, stride)
 
 

@@ -89,15 +89,9 @@ READERS = (
         "add images to policy.reads",
     ),
     Reader(
-        ("plan.ahead", "plan.replan"),
-        "plan that is searched for",
-        lambda config, recipe: config.plan.mode != "configured" or config.plan.file is not None,
-        "set plan.mode to auto",
-    ),
-    Reader(
-        ("plan.profile",),
+        ("plan.ahead", "plan.replan", "plan.profile"),
         "plan",
-        lambda config, recipe: config.plan.mode != "configured" or config.plan.file is not None,
+        lambda config, recipe: config.plan.mode != "configured",
         "set plan.mode to auto",
     ),
 )

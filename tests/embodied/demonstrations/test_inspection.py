@@ -472,13 +472,27 @@ def test_only_solved_episodes(ours: Path, reach: Environment, tmp_path: Path) ->
         table = pq.ParquetFile(path).read()
         outcome = pa.array([number not in (0, 3) for number in range(len(table))])
         pq.write_table(table.set_column(table.column_names.index("success"), "success", outcome), path)
-    (facts,) = understood(reach, failed, only_successes=True).datasets
+    (facts,) = understood(reach, failed, episodes=("solved",)).datasets
     assert sorted(facts.learned_from + facts.held_out) == [1, 2, 4, 5, 6, 7]
+    (facts,) = understood(reach, failed, episodes="solved:0-2,5").datasets
+    assert sorted(facts.learned_from + facts.held_out) == [1, 2, 5]
+    with pytest.raises(UserError, match="none of the 1 episodes of .* was solved"):
+        understood(reach, failed, episodes="solved:3")
     unlabelled = without(foreign(failed, tmp_path / "untold"), "next.success")
     for path in (unlabelled / "meta/episodes").glob("*/*.parquet"):
         pq.write_table(pq.ParquetFile(path).read().drop_columns(["success"]), path)
-    with pytest.raises(UserError, match="does not say which episodes were solved"):
-        understood(reach, unlabelled, only_successes=True)
+    with pytest.raises(UserError, match="does not record which episodes were solved"):
+        understood(reach, unlabelled, episodes=("solved",))
+
+
+def test_a_policy_that_reads_the_instruction_alone_learns_where_it_decides(ours: Path, reach: Environment) -> None:
+    for reads, stride in ((["instruction"], 3), (["instruction", "state"], 1), (["state"], 1)):
+        settings = {**SETTINGS, "policy": {"reads": reads, "chunk": 3}}
+        (source,) = (found := read_demonstrations(config_of(ours, settings=settings), reach.info)).sources
+        lengths = [
+            source.dataset.episodes[number].end - source.dataset.episodes[number].begin for number in source.train
+        ]
+        assert len(found.train) == sum(-(-length // stride) for length in lengths), reads
 
 
 def test_the_same_data_twice_is_refused_under_any_name(ours: Path, reach: Environment, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_plan_that_was_written_by_hand_runs(
     unload: bool, two_cores: None, files: Path, configured: dict[int, Path]
 ) -> None:
     Path("mine.json").write_text(json.dumps(hand_written(unload=unload)))
-    run = train(files / "run", plan={"file": "mine.json"})
+    run = train(files / "run", plan={"mode": "mine.json"})
     kept = schedulers.load(Plan, run / "plan.json")
     assert (kept.mode, kept.groups, kept.unload, kept.prediction) == ("hybrid", (2,), unload, None)
     assert_same_parameters(run, configured[2])
@@ -148,7 +148,7 @@ def test_a_plan_that_cannot_run_is_refused(
     changes: dict[str, Any], named: str, two_cores: None, embodied: Commands, files: Path
 ) -> None:
     Path("mine.json").write_text(json.dumps(hand_written(**changes)))
-    output = embodied.refused("train", "small.yaml", "--plan.file", "mine.json", "--name", "it")
+    output = embodied.refused("train", "small.yaml", "--plan.mode", "mine.json", "--name", "it")
     assert named in output
     assert not Path("runs/it").exists(), "a run that never began must leave no folder"
 
@@ -159,7 +159,7 @@ def test_a_plan_that_does_not_fit_in_memory_is_refused(
     large = {name: replace(c, resident_bytes=1e15) for name, c in profile.components.items()}
     schedulers.save(replace(profile, components=large), "large.json")
     Path("mine.json").write_text(json.dumps(hand_written()))
-    options = ["--plan.file", "mine.json", "--plan.profile", "large.json", "--name", "it"]
+    options = ["--plan.mode", "mine.json", "--plan.profile", "large.json", "--name", "it"]
     output = embodied.refused("train", "small.yaml", *options)
     assert "GB on node here" in output and "unload" in output
     output = embodied.refused("train", "small.yaml", "--plan.mode", "auto", "--plan.profile", "large.json")
@@ -167,9 +167,9 @@ def test_a_plan_that_does_not_fit_in_memory_is_refused(
 
 
 def test_a_plan_file_that_is_not_there_is_refused(embodied: Commands, files: Path) -> None:
-    output = embodied.refused("train", "small.yaml", "--plan.file", "gone.json")
+    output = embodied.refused("train", "small.yaml", "--plan.mode", "gone.json")
     assert "there is no plan file 'gone.json'" in output
-    output = embodied.refused("train", "small.yaml", "--plan.file", "profile.json")
+    output = embodied.refused("train", "small.yaml", "--plan.mode", "profile.json")
     assert "a plan is expected here, not a profile" in output
 
 
@@ -182,7 +182,7 @@ def test_replanning_and_running_ahead_exclude_each_other(embodied: Commands, fil
     phases = [{"micro_batch": ENVS, "placements": places}]
     plan = {"workflow": "ppo", "mode": "disaggregated", "ahead": 1, "phases": phases}
     Path("ahead.json").write_text(json.dumps(plan))
-    output = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.file", "ahead.json")
+    output = embodied.refused("train", "small.yaml", "--plan.replan", "--plan.mode", "ahead.json")
     assert "plan.replan" in output and "ahead.json, which runs ahead" in output
 
 

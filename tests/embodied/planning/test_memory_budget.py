@@ -84,7 +84,7 @@ def test_where_rollouts_run_ahead_a_replacement_waits_for_a_checkpoint_of_the_co
     phase = Phase((Placement(("physics", "policy"), (core[0],)), Placement(("learner",), (core[1],))), 4)
     schedulers.save(Plan("ppo", "disaggregated", (phase,), ahead=1), tmp_path / "plan.json")
     config = config_of("ray")
-    config = config.model_copy(update={"plan": config.plan.model_copy(update={"file": tmp_path / "plan.json"})})
+    config = config.model_copy(update={"plan": config.plan.model_copy(update={"mode": tmp_path / "plan.json"})})
     run(config, tmp_path / "whole")
     monkeypatch.setattr(actors, "SETTLES", 0)
     limited = config.model_copy(update={"runtime": config.runtime.model_copy(update={"worker_gb": 0.15})})

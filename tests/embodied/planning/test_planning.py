@@ -319,7 +319,7 @@ def test_a_run_of_several_tasks_keeps_one_plan_and_computes_the_same(mixed: Prof
     core = (schedulers.DeviceRange("here", "cores", 0, 1),)
     turns = schedulers.Phase((schedulers.Placement(("physics", "physics-1", "policy", "learner"), core),), 3 * ENVS)
     schedulers.save(Plan("ppo", "collocated", (turns,), plan.groups), files / "turns.json")
-    by_hand = {"file": str(files / "turns.json")}
+    by_hand = {"mode": str(files / "turns.json")}
     assert_same_parameters(planned_run, train(files / "turns", **{**MIXED, "plan": by_hand}))
 
 

@@ -353,7 +353,7 @@ def files(tmp_path: Path) -> Iterator[dict[str, Any]]:
         pytest.skip("with one core there is one plan")
     schedulers.save(replace(PROFILE, together=()), tmp_path / "profile.json")
     schedulers.save(ALL_ON_ONE, tmp_path / "first.json")
-    yield {"file": str(tmp_path / "first.json"), "profile": str(tmp_path / "profile.json")}
+    yield {"mode": str(tmp_path / "first.json"), "profile": str(tmp_path / "profile.json")}
 
 
 @pytest.mark.parametrize("mode", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
@@ -393,7 +393,7 @@ def test_a_run_of_several_tasks_moves_too(
 ) -> None:
     monkeypatch.setattr(run_plans, "PAYS", 0.0)
     schedulers.save(replace(TWO, together=()), Path(files["profile"]))
-    schedulers.save(TURNS, Path(files["file"]))
+    schedulers.save(TURNS, Path(files["mode"]))
     settings = {**SETTINGS, "extra_tasks": TWO_TASKS.model_dump()["extra_tasks"]}
     for name, plan in {"moved": {**files, "replan": True}, "stayed": files}.items():
         train(tmp_path / name, parse_config({**settings, "plan": plan}, "test"))

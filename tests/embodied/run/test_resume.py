@@ -366,6 +366,10 @@ FORMER: list[tuple[str | None, dict[str, Any], dict[str, Any]]] = [
     ("advantage", {"overlong_margin": None, "mask_truncated": True}, {"advantage.overlong": "masked"}),
     ("reward", {"function": "a:b", "classifier": None}, {"reward.model": "a:b"}),
     ("reward", {"function": None, "classifier": "a/b"}, {"reward.model": "a/b"}),
+    ("plan", {"mode": "auto", "file": None}, {"plan.mode": "auto"}),
+    ("plan", {"mode": "configured", "file": "plan.json"}, {"plan.mode": Path("plan.json")}),
+    ("sft", {"rows": "steps", "only_successes": True, "episodes": []}, {"sft.episodes": ("solved",)}),
+    ("sft", {"only_successes": True, "episodes": ["0-9", "all"]}, {"sft.episodes": ("solved:0-9", "solved")}),
     ("eval", {"axes": ["camera"], "event": ["objects:3@2"]}, {"eval.axes": ("camera", "objects:3@2")}),
     ("eval", {"prompt": "intended", "protocol": "libero-pro"}, {"eval.protocol": "libero-pro"}),
     ("eval", {"prompt": "published", "protocol": "libero-pro"}, {"eval.protocol": "libero-pro-published"}),
@@ -379,6 +383,7 @@ FORMER: list[tuple[str | None, dict[str, Any], dict[str, Any]]] = [
         ("advantage", {"overlong_margin": 4, "mask_truncated": True}, "are one setting now, overlong"),
         ("env", {"start_seeds": 4, "init_states": 9}, "init_states 9 and start_seeds .* are one setting now"),
         ("reward", {"function": "a:b", "classifier": "c"}, "are one setting now, model"),
+        ("sft", {"rows": "decisions"}, "no setting sft.rows any more, .* learns from steps"),
     ],
 )
 def test_former_settings_that_exclude_each_other_are_refused(

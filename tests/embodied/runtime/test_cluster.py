@@ -296,7 +296,7 @@ def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp
         ],
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    config = config_of(plan={"file": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
+    config = config_of(plan={"mode": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
     found = plan_run(RunSpec.of(config), session_of(config, machines.runtime), tmp_path).assignment
     far = machines.node("far").id
     assert [(a.node, a.device) for a in found.components["policy"]] == [("", "cpu")]
