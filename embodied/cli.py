@@ -288,7 +288,7 @@ def _with_options(args: Any, arguments: list[str]) -> Any:
 
 
 def _with_policy_options(config: Config, typed: Collection[str], options: dict[str, Any]) -> Config:
-    """The configuration with these options of the policy, and those of its own that were not typed."""
+    """The configuration with these options of the policy, and those of the configuration that were not typed."""
     own = {name: value for name, value in config.policy.options.items() if name not in typed}
     policy = config.policy.model_copy(update={"options": own | options})
     return config.model_copy(update={"policy": policy})

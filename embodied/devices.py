@@ -126,7 +126,7 @@ def memory_bytes(devices: Iterable[torch.device]) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free bytes of a GPU's memory; other processes count too. Costs this process a context of its own."""
+    """Free bytes of a GPU's memory; other processes count too. Costs this process a CUDA context."""
     return torch.cuda.mem_get_info(device)[0]
 
 

@@ -1,4 +1,4 @@
-"""Policies that act and are trained by reinforcement learning. Usable by itself.
+"""Policies that act and are trained by reinforcement learning. Usable without the rest of the project.
 
 `build` makes a new policy; `save`, `load`, `load_into` and `export` take it to and from disk. `policies.contract`
 defines a policy, `policies.policy_kind` what else a kind of policies can have.

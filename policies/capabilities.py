@@ -82,7 +82,7 @@ class Normalises(Protocol):
 
 @runtime_checkable
 class HasUnits(Protocol):
-    """A policy whose actions have units of their own: those of a checkpoint's statistics, or of demonstrations."""
+    """A policy whose actions have the units of a checkpoint's statistics or of demonstrations."""
 
     own_units: str
     """Option, and its value, with which units are those of the demonstrations: `asset demonstrations`."""
@@ -142,8 +142,8 @@ class GathersInGroups(Protocol):
 
         Within `evaluate`, every module named is used by being called and in no other way: a call is what gathers it.
         Modules of one group are called one after the other, and share what is tied. What is in no group stays gathered
-        from the beginning of `evaluate` to the end of the backward pass, except for the value head, which is a group
-        of its own.
+        from the beginning of `evaluate` to the end of the backward pass, except for the value head, which is a
+        separate group.
         """
         ...
 
@@ -160,7 +160,7 @@ class PublishedWeights:
 
 @runtime_checkable
 class SampledElsewhere(Protocol):
-    """A policy whose decisions of a rollout another program draws, with noise of its own: a generation engine.
+    """A policy whose decisions of a rollout another program draws, with that program's noise: a generation engine.
 
     Their log-probs are that program's, for the same distribution as those of `evaluate`, from which they differ by
     rounding at least: an update corrects the difference. `act` stays the policy's own; evaluations call it.

@@ -30,7 +30,7 @@ def mlp(
     last_gain: float,
     activation: type[nn.Module] = nn.Tanh,
 ) -> nn.Sequential:
-    """[.., inputs] to [.., outputs]: hidden layers with the activation, then a linear one of its own gain."""
+    """[.., inputs] to [.., outputs]: hidden layers with the activation, then a linear one with gain `last_gain`."""
     layers: list[nn.Module] = []
     for width in widths:
         layers += [orthogonal(nn.Linear(inputs, width)), activation()]

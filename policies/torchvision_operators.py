@@ -17,7 +17,7 @@ def import_torchvision() -> None:
     The wheels of the package index are built for the torch with CUDA. Beside a CPU build of torch their compiled
     part does not load, and torchvision, which describes its operators to torch's compiler when it is imported,
     ends with "operator torchvision::nms does not exist". Nothing here uses an operator: with the two schemas
-    defined the rest, in pure Python, imports and works. Where torchvision imports by itself nothing is changed.
+    defined the rest, in pure Python, imports and works. Where torchvision can be imported, nothing is changed.
     """
     global _library
     try:

@@ -8,7 +8,7 @@
 
 What is observed passes through the list from the first entry to the last, and actions from the last to the first. An
 entry that reads the robot's state reads it as the entries before have left it. Resizing and normalisation come after:
-they belong to the checkpoint, which has a preprocessor and statistics of its own.
+they belong to the checkpoint, which has a preprocessor and statistics.
 
 B rows, C actions of a chunk, A action dimensions, P numbers of the robot's state.
 """

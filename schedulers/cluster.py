@@ -18,7 +18,7 @@ POOLS: tuple[Pool, ...] = ("cores", "accelerators")
 MAX_NODES, MAX_DEVICES = 10_000, 1_000_000
 """Largest cluster, and largest pool of one, that is planned for: every node is looked at."""
 MAX_MEMORY_SIZES = 3
-"""Memory sizes per pool for which a search of their own is made."""
+"""Memory sizes per pool for which a separate search is made."""
 ROUNDING = 1e-12
 """Relative difference below which two memory sizes are equal."""
 

@@ -1,7 +1,7 @@
 """Plans: the placement of every component and the order of work, as data to read, edit and run.
 
 - A *placement* is a set of components on a set of devices, which they share by taking turns.
-- A *phase* is a set of placements that work at the same time, each on devices of its own, as a pipeline. Phases follow
+- A *phase* is a set of placements that work at the same time, each on separate devices, as a pipeline. Phases follow
   one another; between them a *context switch* unloads components and loads others, if not all fit in memory.
 - *Collocated*: no pool of devices is split between placements. *Disaggregated*: one phase, with a pool split.
   *Hybrid*: several phases, some of them with a pool split.
@@ -107,7 +107,7 @@ def first_of(devices: Sequence[DeviceRange], count: int, last: bool = False) -> 
 
 @dataclass(frozen=True)
 class Phase:
-    """Placements that work at the same time, on devices of their own. Phases follow one another."""
+    """Placements that work at the same time, on different devices. Phases follow one another."""
 
     placements: tuple[Placement, ...]
     micro_batch: int

@@ -1,4 +1,4 @@
-"""Calls whose items end at different times: each takes a number of turns of its own, and one that is done makes room.
+"""Calls whose items end at different times: each takes a different number of turns, and one that is done makes room.
 
 An answer of a language model is such an item, and a token is a turn. On every instance `slots` items are under way
 together; the next one begins at once where one is done (continuous batching). A call of x items lasts for P(x) turns,

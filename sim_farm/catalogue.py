@@ -28,7 +28,7 @@ class Entry:
     quick: bool = False
     """True if an environment is made in a fraction of a second, in any process."""
     own_files: bool = False
-    """True if its tasks are defined by files of their own (`Backend.files`)."""
+    """True if its tasks are defined by files (`Backend.files`)."""
     other_suites: str = ""
     """Message for a suite that it does not have."""
 
@@ -113,7 +113,7 @@ def distinct_seeds(task: str) -> bool:
 
 
 def exact_split(task: str) -> bool:
-    """True if processes of their own may draw the task (`Backend.exact_split`). Imports no simulator that is ours."""
+    """True if render workers may draw the task (`Backend.exact_split`). Imports no simulator that is ours."""
     simulator = task.partition("/")[0]
     return simulator in CATALOGUE or backend(simulator).exact_split
 

@@ -241,7 +241,7 @@ class Renderer(Protocol):
         Equal to the last bit to what the simulator's own environment shows for the same episode and actions on the same
         machine: other processors have kernels that round differently. Where `out` is given, it is arrays of these
         shapes, of any strides: the frames are drawn into them and `out` is returned. A renderer that cannot do that
-        returns arrays of its own, which the caller copies.
+        returns other arrays, which the caller copies.
         """
         ...
 
@@ -346,7 +346,7 @@ class Backend:
     suites: Mapping[str, PerturbationSuite] = field(default_factory=dict)
     """Published suites of perturbations of its tasks, by name."""
     prepare: Callable[[], None] = lambda: None
-    """Makes the simulator's packages importable, before a module that registers tasks of its own imports them."""
+    """Makes the simulator's packages importable, before a module that registers tasks imports them."""
 
 
 class FarmError(Exception):

@@ -225,7 +225,7 @@ class TaskRenderer:
     def _render_perturbed(
         self, scenes: Sequence[UInt8], cameras: Sequence[str], out: Mapping[str, UInt8] | None
     ) -> Mapping[str, UInt8]:
-        """Each scene by itself, with its cameras and its changes of the picture."""
+        """Each scene alone, with its cameras and its changes of the picture."""
         if out is None:
             out = new_frames(len(scenes), cameras, self.info.spec.image_size)
         for place, scene in enumerate(scenes):

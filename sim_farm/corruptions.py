@@ -128,7 +128,7 @@ def _to_uint8(values: npt.NDArray[Any]) -> UInt8:
 
 
 def _smooth(values: Float64, sigma: float) -> Float64:
-    """[H, W, 3] each colour by itself."""
+    """[H, W, 3] each colour separately."""
     return _ndimage().gaussian_filter(values, (sigma, sigma, 0), mode="nearest", truncate=4.0)
 
 

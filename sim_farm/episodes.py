@@ -19,7 +19,7 @@ from sim_farm.contract import EpisodeSpec
 TRAINING, EVALUATION, GROUPED, START, PERTURBED = 0, 1, 2, 3, 4
 """First word of the key from which episode seeds are drawn, so that evaluation never meets a training seed's stream."""
 MAX_GROUPS = 1 << 20
-"""Episode groups that run side by side and have ids of their own."""
+"""Episode groups that run side by side and have different ids."""
 
 
 ANY = -1
@@ -121,7 +121,7 @@ class GroupedEpisodes(TrainingEpisodes):
     def episode_group(self, env: int, episode: int) -> int:
         """The id of the episode group, the same in every run; later episodes have larger ids.
 
-        Raises ValueError for an environment beyond those whose episode groups have ids of their own.
+        Raises ValueError for an environment beyond those whose episode groups have different ids.
         """
         place = env // self.group_size
         if place >= MAX_GROUPS:
@@ -166,5 +166,5 @@ class SeededEpisodes:
 
 
 def evaluation_episodes(run_seed: int, count: int) -> tuple[EpisodeSpec, ...]:
-    """`count` episodes whose seeds come from a stream of their own, which training does not draw from."""
+    """`count` episodes whose seeds come from a stream that training does not draw from."""
     return tuple(EpisodeSpec(episode_seed(EVALUATION, run_seed, 0, trial)) for trial in range(count))

@@ -56,7 +56,7 @@ class ObjectOffset:
 @dataclass(frozen=True)
 class HomePosture:
     """The joints to which the simulator resets the arm, and which its controller holds. A recorded initial state that
-    is restored after the reset has joints of its own."""
+    is restored after the reset sets the joints again."""
 
     axis: ClassVar[str] = "posture"
     joints: tuple[float, ...]

@@ -2,7 +2,7 @@
 
 A function sees the frame as the simulator's own environment returns it, whatever `TaskSpec.orientation` is. Its random
 numbers come from the generator alone, which is keyed by (episode seed, env step, camera): every process draws the same,
-and each env step has noise of its own.
+and noise differs between env steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ function may change it."""
 
 
 def gaussian_noise(frame: UInt8, values: Sequence[float], draw: np.random.Generator) -> UInt8:
-    """Normal noise of the standard deviation `values[0]`, in grey levels, for each pixel and colour by itself."""
+    """Normal noise of the standard deviation `values[0]`, in grey levels, for each pixel and colour independently."""
     (deviation,) = values
     return _rounded(frame + deviation * draw.standard_normal(frame.shape, np.float32))
 

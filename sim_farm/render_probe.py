@@ -1,4 +1,4 @@
-"""Draws a small picture of a task in this process and says on what, and how fast: the doctor runs it in one of its own.
+"""Draw a small picture of a task in this process, and print the device and the time. The doctor runs it as a program.
 
     python -m sim_farm.render_probe tabletop/reach cuda:0       # OpenGL by EGL (MuJoCo)
     python -m sim_farm.render_probe maniskill/PushCube-v1 cpu   # Vulkan (SAPIEN)

@@ -166,7 +166,7 @@ def _per_group(
 ) -> tuple[Tensor, Tensor]:
     """`statistic` of the outcomes of each episode's group [N], 0 where incomplete; [N] bool, True if it is complete.
 
-    Each group is computed by itself from its sorted outcomes, so that neither the order of its members nor the
+    Each group is computed alone, from its sorted outcomes, so that neither the order of its members nor the
     presence of other groups can change a bit of it.
     """
     if size < 2:

@@ -53,7 +53,7 @@ def gae_of(batch: Trajectories, settings: AdvantageConfig) -> Estimate:
 
 
 def _normalised(advantage: Tensor, counted: Tensor, task: Tensor | None) -> Tensor:
-    """`normalise` over the columns of each task by itself."""
+    """`normalise` over the columns of each task separately."""
     if task is None:
         return normalise(advantage, counted)
     found = advantage.clone()

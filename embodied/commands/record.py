@@ -46,7 +46,7 @@ def run(args: Arguments) -> dict[str, Any]:
 def demonstration_episodes(
     run_seed: int, count: int, init_states: Sequence[int] | None = None
 ) -> tuple[EpisodeSpec, ...]:
-    """`count` episodes from a stream of seeds of their own, from `init_states` in turn where there are any.
+    """`count` episodes whose seeds come from a separate stream, from `init_states` in turn where there are any.
 
     A longer list begins with the shorter one.
     """

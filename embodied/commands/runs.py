@@ -188,7 +188,7 @@ def _trained(path: Path) -> dict[str, Any]:
             raise ValueError(f"its last {TAIL} bytes have no whole row")
         return {}
     row = json.loads(whole[-1])
-    recent, has_success = _number(row.get("env/success_recent")), "env/success_once" in row
+    recent, has_success = _number(row.get("env/success_recent")), "env/success_recent" in row
     return {
         "iteration": int(row["iteration"]),
         "env_steps": int(row["env_steps"]),

@@ -118,7 +118,7 @@ def _setting(key: str, example: str, settings: Config) -> tuple[str, str]:
 
 
 def _columns(rows: list[tuple[str, str]], width: int) -> str:
-    """Two columns; the second is wrapped, and begins on a line of its own where the first is long."""
+    """Two columns; the second is wrapped, and begins on a new line where the first is long."""
     first = min(max(len(left) for left, _ in rows) + 4, width // 2)
     lines = []
     for left, right in rows:

@@ -124,7 +124,7 @@ def train_run(
 
 
 def variants(config: Config, source: str, seeds: Sequence[int], sweep: Sequence[str]) -> list[Config]:
-    """The configuration with each combination of the sweep's values and the seeds, each under a name of its own.
+    """The configuration with each combination of the sweep's values and the seeds, each under a different name.
 
     `sweep` has entries `optim.policy_lr=1e-4,3e-4`. Raises `UserError` for a key that there is not, a value that it
     cannot take, or what is named twice.

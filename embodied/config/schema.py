@@ -276,8 +276,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
-    """`<simulator>/<task>`. A simulator of your own is named `package.module:NAME`. A shipped simulator with tasks of
-    your own is named `package.module:<simulator>` (docs/adding-a-simulator.md)."""
+    """`<simulator>/<task>`. Your own simulator is named `package.module:NAME`. A shipped simulator with your own
+    tasks is named `package.module:<simulator>` (docs/adding-a-simulator.md)."""
     control_mode: str | None = None
     """One of the task's control modes; None is the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
@@ -303,7 +303,7 @@ class EnvConfig(Section):
     gripper: Gripper = "simulator"
     """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
     options: dict[str, Any] = {}
-    """Options of the task's simulator, where it has some of its own (docs/adding-a-simulator.md)."""
+    """Options that the task's simulator declares (docs/adding-a-simulator.md)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
     """Number of environments that run side by side."""
 
@@ -357,7 +357,7 @@ def _own_folder(name: str) -> str:
 
 class PolicyConfig(Section):
     kind: str = "gaussian_mlp"
-    """One of the policies of the `policies` package, or `package.module:Class` for one of your own."""
+    """A policy of the `policies` package, or your own as `package.module:Class`."""
     reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
     """Observations of the policy: the simulator's full state, or proprioception, camera frames and the instruction.
     `episode` is for policies that replay recorded episodes."""
@@ -743,7 +743,7 @@ class Config(Section):
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
     """The workflow: `ppo`, `grpo`, `reinforce`, each also with a frozen reference policy (`ppo_reference`, ...), `ppo`
-    with a reward judged from frames (`ppo_reward`), or one of your own as `package.module:NAME` (docs/workflows.md)."""
+    with a reward judged from frames (`ppo_reward`), or your own as `package.module:NAME` (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Number of iterations, each of a rollout and an update."""
     stop_at: float | None = None

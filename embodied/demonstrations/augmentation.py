@@ -29,7 +29,7 @@ Draw = np.random.Generator
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Changes frames by a recipe of `RECIPES`. Each picture has random numbers of its own."""
+    """Changes frames by a recipe of `RECIPES`. Random numbers differ between pictures."""
 
     recipe: str
     seed: int

@@ -1,4 +1,4 @@
-"""Findings about a dataset: numbers, frames and instructions that contradict the environment, or are odd by themselves.
+"""Findings about a dataset: numbers, frames and instructions that contradict the environment, or look wrong.
 
 A finding is a refusal, which names the check that `sft.insist` overrules, or a warning. The bounds are the constants
 below; docs/demonstrations.md explains them.

@@ -232,7 +232,7 @@ class Pictures:
         return memoryview(b"".join(pictures)), np.array([len(picture) for picture in pictures], np.int64)
 
     def _beside(self, path: Path, relative: Any) -> bytes:
-        """The picture in a file of its own, which the data name by its path below the dataset's folder."""
+        """The picture in a separate file, which the data name by its path below the dataset's folder."""
         if not isinstance(relative, str) or not relative:
             return b""
         if Path(relative).is_absolute() or ".." in Path(relative).parts or not is_plain(relative):

@@ -46,7 +46,7 @@ R = TypeVar("R", bound=Request)
 class Loader:
     """Reads rows ahead in `workers` processes; 0: in threads of this process.
 
-    Each process opens the datasets anew, and keeps encoded pictures and open videos of its own. The processes end with
+    Each process opens the datasets anew; they share neither encoded pictures nor open videos. The processes end with
     `close` or the `with` block, and also when this process is killed.
     """
 

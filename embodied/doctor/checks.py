@@ -1,6 +1,6 @@
 """`embodied doctor`: what this machine has, what it lacks, and the command that mends it.
 
-Nothing here can crash the caller: whatever loads a driver runs in a process of its own (`probes.py`), with a
+Nothing here can crash the caller: whatever loads a driver runs in another process (`probes.py`), with a
 deadline. Only the standard library is imported at the top, so that it can also say what is not installed:
 
     python -P embodied/doctor/checks.py [--json FILE]                          the same as `embodied doctor`
@@ -176,7 +176,7 @@ def _opengl_check(backend: str, works: bool, found: str, status: Status) -> Chec
 
 
 def _maniskill() -> Check:
-    """Its imports need system libraries of their own, which a pip that succeeded does not bring."""
+    """Its imports need system libraries, which a pip that succeeded does not install."""
     works, found = _probe("maniskill")
     return Check("ManiSkill", "ok", found) if works else Check("ManiSkill", "missing", found, SYSTEM_REMEDY)
 
@@ -293,7 +293,7 @@ def gpus() -> list[Gpu]:
 
 
 def draw(task: str, device: str) -> Picture:
-    """Draw a picture of the task on `cuda:0`, `cpu` or `auto`, in a process of its own."""
+    """Draw a picture of the task on `cuda:0`, `cpu` or `auto`, in another process."""
     path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "sim_farm.render_probe", task, device]
     try:

@@ -1,4 +1,4 @@
-"""An evaluation from beginning to end. Each task has a farm of its own; an episode is kept as soon as it has ended."""
+"""An evaluation from beginning to end. Each task has a separate farm; an episode is kept as soon as it has ended."""
 
 from __future__ import annotations
 

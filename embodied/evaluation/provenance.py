@@ -3,7 +3,7 @@ the starts of the episodes that it was trained on, back through the runs that it
 
 A recorded initial state was trained on where a run drew its episodes from it, or where a demonstration that was learned
 from begins with it, and a problem of a file where it stands in a file that a run drew its problems from. Training
-episodes draw their seeds from streams of their own, which no evaluation draws from; where episodes of different seeds
+episodes draw their seeds from streams that no evaluation draws from; where episodes of different seeds
 may begin alike, that says nothing of their beginnings, and nothing is claimed: where evaluated ones do, and where a
 generator states problems in words.
 """

@@ -34,7 +34,7 @@ class RunOffload:
         self._switch(self.run.learner.name, partial(self.run.learner.call_all, LearnerRole.load_back))
 
     def acting_back(self) -> None:
-        """Policy workers with a policy of their own return."""
+        """Policy workers that share no learner's policy return."""
         if self._separate.size:
             self._switch(self.run.acting.name, partial(self._separate.call_all, PolicyRole.load_back))
 
@@ -74,7 +74,7 @@ class RunOffload:
 
     @property
     def _separate(self) -> WorkerGroup[Any]:
-        """Policy workers with a policy of their own."""
+        """Policy workers that share no learner's policy."""
         return self.run.acting.some(self.run.assignment.apart(self.run.acting.size))
 
     @property

@@ -93,7 +93,7 @@ class _Received:
     batches: list[Trajectories] = field(default_factory=list)
     """Parts whose advantages are estimated together."""
     samples: list[Samples] = field(default_factory=list)
-    """Samples of each part that was estimated by itself."""
+    """Samples of each part that was estimated alone."""
     to_accumulate: list[Samples] = field(default_factory=list)
     """Samples of parts whose gradient is not added up yet."""
     lag: int = 0

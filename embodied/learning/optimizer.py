@@ -24,7 +24,7 @@ from policies.contract import Policy, actor_parameters
 def make_optimizer(
     policy: Policy, settings: OptimConfig, *, policy_lr: float, value_lr: float | None, eps: float
 ) -> torch.optim.Adam:
-    """Adam with learning rates of their own for actor and value head; `value_lr` None: the actor alone is trained. With
+    """Adam with separate learning rates for actor and value head; `value_lr` None: the actor alone is trained. With
     `optim.weight_decay` it is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101). Raises `UserError` where nothing
     that is trained would decay."""
     parts = [("policy", actor_parameters(policy), policy_lr)]

@@ -87,7 +87,7 @@ class ReplicatedPolicy:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A block without gradients in which every rank can compute by itself with the whole policy, by any method."""
+        """A block without gradients in which every rank can compute alone with the whole policy, by any method."""
         yield
 
     # --- weights and checkpoints

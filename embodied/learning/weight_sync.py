@@ -274,7 +274,7 @@ class WeightSync:
     sharing: WorkerGroup[Any]
     """Policy workers that compute with the policy of the learner's rank in their process."""
     separate: WorkerGroup[Any]
-    """Policy workers (`WeightsLoader`) with policies of their own."""
+    """Policy workers (`WeightsLoader`) that share no learner's policy."""
     transports: tuple[Transport, ...]
     """To each of the separate ones."""
     nodes: int

@@ -38,7 +38,7 @@ def probes_of(
     """The measured runs by name: a run with its number of environments, and an assignment.
 
     `draws_on` are the devices that frames are drawn on, in turn: the first by the physics workers, a GPU also by a
-    render worker of its own; none: as configured. For several tasks, the simulators are measured one task at a time.
+    separate render worker; none: as configured. For several tasks, the simulators are measured one task at a time.
     Then only the runs that depend on the sum of the tasks are returned: components outside the loop, each alone.
     """
     config, recipe, half, several = run.config, run.recipe, halved(run), len(run.tasks) > 1

@@ -239,7 +239,7 @@ def stacked_bars(
 
 
 def standalone(svg: str) -> str:
-    """A chart of the page as a file of its own, in colours on white."""
+    """A chart of the page as a separate file, in colours on white."""
     colours = "--muted:#57606a;--grid:#e6e8eb;--edge:#9aa2ab;--good:#1f9e8f;--accent:#3b76c4"
     style = f"<style>svg{{{colours};background:#fff;font-family:sans-serif}} .cursor{{display:none}}</style>"
     opening, rest = svg.split(">", 1)

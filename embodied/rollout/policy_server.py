@@ -3,7 +3,7 @@
 A request is one observation, and its decision equals `LoadedPolicy.act`'s, bit for bit. It does not depend on other
 requests: with `rows` of 1 each is computed alone. With more, requests that wait together form one batch, which always
 has `rows` rows (missing rows repeat the first): so the shape of matrix products, and with it their rounding, does not
-depend on other clients. A request of several rows, which clients of this project send, is a batch of its own.
+depend on other clients. A request of several rows, which clients of this project send, is one batch.
 
 At the path /vla-eval the same port speaks the protocol of vla-evaluation-harness (`embodied.rollout.vla_eval`). Beside
 the websockets it answers GET /healthz and /health, and GET /metrics with counts and latencies as JSON.

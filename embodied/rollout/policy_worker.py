@@ -1,7 +1,7 @@
 """The policy worker: turns observations into decisions, and takes the learner's weights.
 
 One policy worker also steps the environments: `PolicyWorker`. Where there are several, or the one is on another machine
-than the farm, each is a `PolicyReplica` in a process of its own, which a rollout worker sends requests
+than the farm, each is a `PolicyReplica` in a separate process, which a rollout worker sends requests
 (`embodied.rollout.replicas`).
 """
 
@@ -174,7 +174,7 @@ class PolicyReplica(ActingPolicy):
         return Message(Reply(values, self.version, time.monotonic_ns() - begin_ns))
 
     def unload(self, spill: Path) -> Switch:
-        """Unload as a policy worker does; each replica has a file of its own."""
+        """Unload as a policy worker does; each replica has a separate file."""
         return super().unload(spill.with_stem(f"{spill.stem}-{self.rank}"))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:

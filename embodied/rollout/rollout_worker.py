@@ -4,7 +4,7 @@
 
 Trajectories are in the order (decision, environment), and noise is keyed by (environment, episode, step), so that
 neither the groups nor the order of serving changes them. With one policy worker this is a part of it; with replicas the
-rollout worker is a process of its own, without a policy.
+rollout worker is a separate process, without a policy.
 """
 
 from __future__ import annotations

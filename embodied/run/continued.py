@@ -91,8 +91,8 @@ class Part:
 
 
 def typed_keys(words: Iterable[str]) -> frozenset[str]:
-    """Keys of the settings that the words of a command set; of the policy's options each by itself,
-    `policy.options.rows`."""
+    """Keys of the settings that the words of a command set; each option of the policy has a key
+    (`policy.options.rows`)."""
     named = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
     sections = (key.rpartition(".") for key in named)
     negated = [f"{section}{dot}{last.removeprefix('no_')}" for section, dot, last in sections]
@@ -141,7 +141,7 @@ def _say_untaken(differing: Iterable[Change], run_dir: Path, source: str) -> Non
 
 
 def changes(before: Config, now: Config) -> list[Change]:
-    """The settings that differ but for the name, with the policy's options each by itself, in the schema's order."""
+    """The settings that differ but for the name, with each option of the policy as a setting, in the schema's order."""
     old, new = _flat(before), _flat(now)
     if now.policy.hub_name is not None and before.policy.hub_name is not None:
         new[CHECKPOINT] = hub.kept(now.policy.hub_name, before.policy.hub_name)
@@ -252,7 +252,7 @@ def _share(config: Config, done: int, stage: str) -> float:
 
 
 def keep_settings(run_dir: Path, recorded: Config, config: Config, iteration: int) -> Path | None:
-    """Keep the settings of the iterations so far in a file of their own, where those that follow have others. Returns
+    """Keep the settings of the iterations so far in a separate file, where those that follow have others. Returns
     the file, None where there is none."""
     later = [path for number, path in _earlier(run_dir) if number >= iteration]
     before = saved_config(later[0]) if later else recorded  # a run that went back behind a change
@@ -315,7 +315,7 @@ def done(run_dir: Path) -> int:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """The settings by their keys as a file has them, with the policy's options each by itself."""
+    """The settings by their keys as a file has them, with each option of the policy as a setting."""
     data, found = config.model_dump(mode="json"), dict[str, Any]()
     for key in all_settings():
         value: Mapping[str, Any] | Any = data

@@ -135,7 +135,7 @@ class Runtime(Protocol):
     ) -> WorkerGroup[T]:
         """Make `size` workers concurrently, rank r from `make(*args)` or `make(*args(r))`.
 
-        Rank r is in the process of the worker `beside[r]`, if that is given; else in a process of its own, on the
+        Rank r is in the process of the worker `beside[r]`, if that is given; else in a separate process, on the
         node with the id `nodes[r]` ('' or none: this one). When one cannot be made, its exception is raised with its
         name, and none is left. Raises `ValueError` for a size below 1 and for a `beside` of another length.
         """

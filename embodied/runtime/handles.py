@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Caller(Protocol):
-    """A handle that can be sent to other workers, which then call this one by themselves.
+    """A handle that can be sent to other workers, which then call this one directly.
 
     Raises what the worker raises, `WorkerFailed` where it is gone and `WorkerTimeout` where it does not answer.
     """
@@ -220,7 +220,7 @@ class WorkerGroup(Generic[T]):
         return [self.submit_one(rank, method, *args, **kwargs) for rank in range(self.size)]
 
     def submit_scattered(self, method: Callable[..., R], per_rank_args: Sequence[tuple[Any, ...]]) -> list[R]:
-        """Start the method on every rank with arguments of its own; references in rank order, see `get`."""
+        """Start the method on every rank, each with its arguments; references in rank order, see `get`."""
         if len(per_rank_args) != self.size:
             raise ValueError(f"{self.name} has {self.size} ranks, got arguments for {len(per_rank_args)}")
         return [self.submit_one(rank, method, *args) for rank, args in enumerate(per_rank_args)]

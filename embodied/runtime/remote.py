@@ -11,7 +11,7 @@ A relay runs on the client's machine, and an ordinary physics worker at the far 
     render <--slots-- relay <--answer--- (PhysicsWorker) rewards, states and scenes: kilobytes, never frames
 
 For client and render workers a relay is a physics worker like any other: it watches the same slots and listens to
-the same bell. The far end is a `PhysicsWorker` with slots of its own. Executed actions are recorded here, in the
+the same bell. The far end is a `PhysicsWorker` with slots on its machine. Executed actions are recorded here, in the
 slots, so a lost far end can be replaced: the new one replays. The transport is a `FarEnd`.
 
 Messages are raw rows of the slots, and lengths; both ends know the layout.

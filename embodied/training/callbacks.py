@@ -33,7 +33,7 @@ class IterationEnd:
     """True after `save`."""
 
     def log(self, name: str, value: float) -> None:
-        """Record a metric of your own, in metrics.jsonl and in every tracker of the run. Raises `ValueError` for the
+        """Record your own metric, in metrics.jsonl and in every tracker of the run. Raises `ValueError` for the
         name of an existing metric."""
         if name in self.row:
             raise ValueError(f"the metric {name} is there already: choose another name, my/{name} for example")

@@ -43,8 +43,8 @@ def check_rollouts(config: Config) -> None:
 
 
 def check_settings(config: Config) -> None:
-    """Check that the policy has something to learn, and that the workflow reads what is set. One of your own is code,
-    which has to be imported first."""
+    """Check that the policy has something to learn, and that the workflow reads what is set. Your own workflow is
+    code, which has to be imported first."""
     if config.policy.kind in WITHOUT_WEIGHTS:
         raise UserError(nothing_to_learn(config.policy.kind))
     if ":" not in config.workflow:

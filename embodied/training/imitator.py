@@ -281,12 +281,12 @@ class Imitator(TrainedPolicy):
         return [part[places] for part in micro for places in self.demonstrations.by_dataset(rows[part])]
 
     def _epoch_of(self, step: int) -> int:
-        """The epoch of a step; where each row is drawn by itself, every step is one."""
+        """The epoch of a step; where each row is drawn independently, every step is one."""
         return step // self._per_epoch if self.demonstrations.chances is None else step
 
     def _rows(self, step: int) -> Index:
-        """The rows of a step: those of an epoch in an order of its own, whole minibatches of them. Where datasets have
-        weights, each row is drawn by itself."""
+        """The rows of a step. Each epoch has a different order, cut into whole minibatches. Where datasets have
+        weights, each row is drawn independently."""
         chances = self.demonstrations.chances
         if chances is not None:
             drawn = generator(IMITATION, self._config.seed, 1, step, 0)

@@ -1,6 +1,6 @@
 """Evaluations during training, by which the best checkpoint is known.
 
-They are by the run's own protocol, on episodes of their own: from seeds that neither training nor the evaluation at the
+They are by the run's own protocol, on other episodes: from seeds that neither training nor the evaluation at the
 end draws, since a choice among many checkpoints flatters the chosen one on the episodes it was chosen by. Each is a
 folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place in the background if the run leaves
 room (`free_room`), else the run waits. Their episodes are the same either way.
@@ -44,8 +44,8 @@ MOST_TRIALS = 50
 
 
 def selection_protocol(config: Config) -> Protocol:
-    """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds of their own, also
-    where the evaluation at the end begins from recorded states. Raises `UserError`."""
+    """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds that only these
+    evaluations draw, also where the evaluation at the end begins from recorded states. Raises `UserError`."""
     evaluation = config.eval.model_copy(update={"episodes": None, "init_states": None})
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
     seed, trials = config.seed ^ OTHER_SEEDS, min(config.eval.episodes or MOST_TRIALS, MOST_TRIALS)
@@ -259,8 +259,8 @@ def free_room(assignment: Assignment, cores: Sequence[int], gpus: Sequence[torch
     worker uses. Return None if the run leaves none.
 
     Unpinned workers may run on any core. A run with unpinned simulators therefore leaves no free core, and a component
-    on the CPU without cores of its own needs one core per thread. A GPU that draws frames is in use; a farm without
-    named GPUs draws on the first.
+    on the CPU that no cores are assigned to needs one core per thread. A GPU that draws frames is in use; a farm
+    without named GPUs draws on the first.
     """
     physics = [
         core for farm in assignment.farms for core, node in zip(farm.physics, farm.physics_nodes, strict=True)
@@ -291,7 +291,7 @@ class BackgroundError(Exception):
 
 
 class BackgroundProcess:
-    """A process in a room of its own, which does one piece of work at a time. It ends with its parent, however that
+    """A separate process, which does one piece of work at a time. It ends with its parent, however that
     ends."""
 
     def __init__(self, config: Config, room: Room, log: Path) -> None:

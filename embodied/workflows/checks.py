@@ -17,7 +17,7 @@ from sim_farm.contract import TaskInfo
 
 
 def check_algorithm(config: Config) -> None:
-    """Raise `UserError` for such a setting. An estimator or objective of your own may read any of its section."""
+    """Raise `UserError` for such a setting. Your own estimator or objective may read any setting of its section."""
     run = RunSpec.of(config)
     recipe = run.recipe
     check_unread(run)

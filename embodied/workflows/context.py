@@ -35,7 +35,7 @@ class WorkerContext:
     ranks: int = 1
     """Number of instances."""
     shares: bool = False
-    """True if the worker will share the policy of another one in its process, and needs none of its own."""
+    """True if the worker will share the policy of another one in its process, and builds none."""
 
     @property
     def config(self) -> Config:

@@ -3,7 +3,7 @@ those of their components.
 
 A workflow says which components there are and which class of worker does each, what the edges between them carry and
 in which portions, what a rollout is, which estimator gives decisions their advantages, and which loss an update
-minimises. A new one is a `Recipe` of your own (docs/workflows.md).
+minimises. A new one is a `Recipe` (docs/workflows.md).
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ ENTRY_POINTS = "embodied_farm.workflows"
 
 
 def recipe_of(config: Config) -> Recipe:
-    """The recipe that the configuration names: one of `RECIPES`, `package.module:NAME` for one of your own, or an
+    """The recipe that the configuration names: one of `RECIPES`, your own as `package.module:NAME`, or an
     installed package's."""
     name = config.workflow
     if name in RECIPES:

@@ -159,7 +159,7 @@ class RunSpec:
 
 
 def tasks_of(config: Config) -> tuple[Config, ...]:
-    """The configuration of each task of a run, the main one first. Each has seeds of its own.
+    """The configuration of each task of a run, the main one first. Their seeds differ.
 
     Raises `UserError` for keys of `extra_tasks` that `env` does not have.
     """

@@ -138,7 +138,7 @@ def _write_side(policy: OpenVLAOFT, folder: Path, suffix: str, directory: Mappin
 
 
 def _modules_with_files(policy: OpenVLAOFT) -> dict[str, nn.Module]:
-    """Modules of the policy that have a file of their own, by its component, which is the attribute's name too."""
+    """Modules of the policy that have a separate file, by its component, which is the attribute's name too."""
     every = {PROPRIO: policy.proprio_projector, ACTION_HEAD: policy.action_head}
     return {name: module for name, module in every.items() if module is not None}
 

@@ -329,7 +329,7 @@ class OpenVLAModel(AdaptedModel):
 
     def checkpoint_state(self) -> dict[str, Tensor]:
         """All tensors of the checkpoint under its names, those that nothing depends on too; without FiLM's layers,
-        which have a file of their own."""
+        which have a separate file."""
         own = self.state_dict().items()
         state = {to_checkpoint(name): tensor for name, tensor in own if not FILM_LAYER.fullmatch(name)}
         return state | {name: tensor.to(self.dtype) for name, tensor in self.unused.items()}

@@ -1,6 +1,6 @@
 """pi0 and pi0.5 as a policy: a chunk is the result of an integration; some of its steps are sampled and scored.
 
-Flow-noise, the learned deviation of a drawn step, is a small network of its own.
+Flow-noise, the learned deviation of a drawn step, is a small separate network.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from policies.small.encoders import CHANNELS, ENCODERS, CnnEncoder, Normalizer, 
 
 
 class CategoricalMLP(Policy):
-    """Each of the chunk's C actions is one of N choices, with odds of its own: softmax(logits(state)).
+    """Each of the chunk's C actions is one of N choices, with probabilities softmax(logits(state)).
 
     Actor and critic are separate tanh networks on the normalised state: `value_head` is the whole critic. With the
     encoder "cnn" both are on the features of one small CNN, which reads `frames` and, where the spec has them,

@@ -69,7 +69,7 @@ class VelocityNet(nn.Module):
 
 
 class StateCritic(nn.Module):
-    """[B] the value of the simulator's state, with statistics and a network of its own."""
+    """[B] the value of the simulator's state, with separate statistics and a separate network."""
 
     def __init__(self, spec: PolicySpec, widths: Sequence[int]) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ class Route:
 
     @cached_property
     def simple(self) -> bool:
-        """True if each server is visited once a step, so that the loop by itself has a closed formula."""
+        """True if each server is visited once a step, so that the loop alone has a closed formula."""
         return len(set(self.servers)) == len(self.servers)
 
 

@@ -67,7 +67,7 @@ class LoopModel:
 
     @cached_property
     def simple(self) -> bool:
-        """True if each placement is visited once a step, so that the loop by itself has a closed formula."""
+        """True if each placement is visited once a step, so that the loop alone has a closed formula."""
         return len({visit.placement for visit in self.visits}) == len(self.visits)
 
     @cached_property
@@ -412,7 +412,7 @@ def _paths(members: list[int], dependencies: list[tuple[int, int, bool]], starts
 
 
 def _within(path: Path, other: Path) -> bool:
-    """True if each pipeline of `path` is, in order, part of a pipeline of its own in `other`."""
+    """True if each pipeline of `path` is, in order, part of another pipeline of `other`."""
     if path.start == "stream" and not set(path.pipelines[0]) <= set(other.pipelines[0]):
         return False
     rest = iter(other.pipelines)

@@ -278,7 +278,7 @@ class SeveralTasksSearch:
         return switch_seconds(self.problem, partition) if self.switching else 0.0
 
     def _least_switch_s(self) -> float:
-        """Context switch of components in placements of their own, which are loaded at the same time: no partition
+        """Context switch of components in separate placements, which are loaded at the same time: no partition
         takes less."""
         shared = self.problem.shared_weights
         each = tuple((name,) for name in self.components)

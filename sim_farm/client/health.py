@@ -27,7 +27,7 @@ BUSY = (slot_layout.BUILDING, slot_layout.WORKING, slot_layout.OPENING, slot_lay
 def hung(slots: Slots, worker: int, deadline_s: float) -> str | None:
     """Description of the worker's phase if it has work and has made no progress for `deadline_s` seconds; else None.
 
-    A worker without work is never hung, and one that met an error has ended and says why by itself.
+    A worker without work is never hung, and one that met an error has ended with its message.
     """
     begin_ns = stuck_since_ns(slots, worker)
     late_s = 0.0 if begin_ns is None else (time.monotonic_ns() - begin_ns) / 1e9

@@ -1,4 +1,4 @@
-"""One task of a farm: its workers and its groups of environments, over a block of slots of its own.
+"""One task of a farm: its workers, its groups of environments and its block of slots.
 
 A `Group` requests actions of its environments and reads their results. A `TaskFarm` starts the workers, wakes them,
 switches their renderers and says which one is late. `Farm` waits, for the groups of all tasks at once.

@@ -59,7 +59,7 @@ def vector_env(
     ignore_terminations: bool = False,
     autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
 ) -> FarmVectorEnv:
-    """Environments of one task in worker processes of their own, started here, without Ray.
+    """Environments of one task in worker processes, started here, without Ray.
 
     `workers` must divide `num_envs`; None is the largest such number up to the number of cores. `observations` is what
     a step shows: `state` (the simulator's full observation) or `proprio` (what the robot feels), float32 vectors. With

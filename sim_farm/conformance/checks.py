@@ -64,7 +64,7 @@ def close_kept(but: str = "") -> None:
 
 
 def physics_of(spec: TaskSpec) -> AbstractContextManager[Physics]:
-    """For laws that hold in any environment, as a reused one equals a new one: which is a law of its own."""
+    """For laws that hold in any environment, as a reused one equals a new one, which is another law."""
     return _lent(make_physics, spec)
 
 

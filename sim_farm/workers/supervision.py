@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerFailed(FarmError):
-    """A worker met an error of its own and ended."""
+    """A worker met an error in its code and ended."""
 
 
 # --- states

@@ -1,6 +1,6 @@
 """The parts that physics and render workers share.
 
-Workers are plain classes that watch their slots. A host calls `serve` (in a process of its own) or `run_pending` (in
+Workers are plain classes that watch their slots. A host calls `serve` (in the worker's process) or `run_pending` (in
 the caller's process, when it rings).
 
 A worker owns the slots of its environments, and touches no other. It takes work in the order

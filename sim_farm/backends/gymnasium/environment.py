@@ -65,7 +65,7 @@ def open_environment(spec: TaskSpec) -> Environment:
 
 
 def id_of(spec: TaskSpec) -> str:
-    """The environment's id in Gymnasium's registry, which may have slashes of its own."""
+    """The environment's id in Gymnasium's registry, which may contain slashes."""
     return spec.name.partition("/")[2]
 
 

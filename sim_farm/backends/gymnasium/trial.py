@@ -122,7 +122,7 @@ def _together(
 
 
 def _random_actions(instance: Instance) -> Callable[[int], Float32]:
-    """The action of each env step, [A] within the bounds, from a stream of its own."""
+    """The action of each env step, [A] within the bounds, from a separate random stream."""
     space = instance.env.action_space
     choices = getattr(space, "n", None)
     low = 0.0 if choices is not None else np.ravel(getattr(space, "low", 0.0))

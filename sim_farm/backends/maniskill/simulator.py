@@ -177,7 +177,7 @@ class ManiSkillPhysics:
 
     def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
         """The objects are the actors that are neither static nor kinematic; what moves is at rest. Several robots are
-        each displaced by themselves."""
+        each displaced independently."""
         with torch.inference_mode():
             if isinstance(change, RobotOffset):
                 _displace_robots(self._env, change.norm, draw)
@@ -425,7 +425,7 @@ def _displace_robots(env: Any, norm: float, draw: np.random.Generator) -> None:
 
 
 def _arm_joints(agent: Any) -> list[int]:
-    """The joints that a controller moves each by itself; a gripper's fingers follow one another."""
+    """The joints that a controller moves independently; a gripper's fingers follow one another."""
     parts = getattr(agent.controller, "controllers", {"": agent.controller})
     arms = [part for part in parts.values() if not isinstance(part, PDJointPosMimicController)]
     return sorted({int(joint) for part in arms for joint in part.active_joint_indices})

@@ -132,7 +132,8 @@ def test_what_needs_success_is_refused(changes: dict[str, Any], message: str) ->
 
 def test_a_run_that_needs_success_is_refused_before_it_trains(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="advantage.outcome: success is about"):
-        train_run(config_of(workflow="grpo", rollout={"episode_group": 2}), "test", tmp_path, False)
+        changes: dict[str, Any] = {"advantage": {}, "rollout": {"episode_group": 2}, "optim": {"policy_lr": 5e-3}}
+        train_run(config_of(workflow="grpo", **changes), "test", tmp_path, False)
 
 
 @pytest.mark.parametrize(

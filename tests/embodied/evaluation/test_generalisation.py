@@ -33,6 +33,9 @@ SEEING: dict[str, Any] = RANDOM | {
 }
 
 
+AXES: tuple[str, ...] = tuple(SEEING["eval"]["axes"])
+
+
 # --- the protocol
 
 
@@ -57,11 +60,11 @@ def test_default_axes_are_those_that_the_policy_notices() -> None:
 
 
 def test_perturbations_are_in_the_hash_and_survive_json() -> None:
-    perturbed = protocol_of(config(SEEING, eval={"axes": ["objects:3@2", "words:go to the blue ball@4"]}))
+    perturbed = protocol_of(config(SEEING, eval={"axes": [*AXES, "objects:3@2", "words:go to the blue ball@4"]}))
     plain = protocol_of(config(SEEING, eval={"axes": []}))
     assert from_data(json.loads(json.dumps(as_data(perturbed)))) == perturbed
     assert perturbed.sha256 != plain.sha256 and "perturbations" not in as_data(plain)
-    other = protocol_of(config(SEEING, eval={"axes": ["objects:4@2", "words:go to the blue ball@4"]}))
+    other = protocol_of(config(SEEING, eval={"axes": [*AXES, "objects:4@2", "words:go to the blue ball@4"]}))
     assert other.sha256 != perturbed.sha256
 
 
@@ -113,7 +116,7 @@ def test_mistakes_are_one_message_before_anything_runs(settings: dict[str, Any],
 @pytest.fixture(scope="module")
 def perturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("perturbed") / "e"
-    evaluated(folder, config(SEEING, eval={"videos": 1, "axes": ["start:5@2"]}))
+    evaluated(folder, config(SEEING, eval={"videos": 1, "axes": [*AXES, "start:5@2"]}))
     return folder
 
 
@@ -185,7 +188,7 @@ HOW = [
 @pytest.mark.parametrize("how", often(HOW[:1], HOW), ids=str)
 def test_workers_and_mode_change_no_bit(perturbed: Path, how: dict[str, Any], tmp_path: Path) -> None:
     one = evaluations.read_folder(perturbed)
-    settings = config(SEEING, eval={"axes": ["start:5@2"]} | how.get("eval", {}))
+    settings = config(SEEING, eval={"axes": [*AXES, "start:5@2"]} | how.get("eval", {}))
     settings = settings.model_copy(
         update={
             "farm": settings.farm.model_copy(update=how.get("farm", {})),
@@ -200,14 +203,14 @@ def test_an_interrupted_one_goes_on(perturbed: Path, tmp_path: Path) -> None:
     shutil.copytree(perturbed, folder)
     lines = (folder / EPISODES).read_text().splitlines(keepends=True)
     (folder / EPISODES).write_text("".join(lines[:9]))
-    whole = evaluated(folder, config(SEEING, eval={"axes": ["start:5@2"]}), resume=True)
+    whole = evaluated(folder, config(SEEING, eval={"axes": [*AXES, "start:5@2"]}), resume=True)
     assert_same_episodes(evaluations.read_folder(perturbed), whole)
     said = refusal(folder, config(SEEING, eval={"axes": ["start"]}), resume=True)
     assert "holds another evaluation" in said and "perturbations" in said
 
 
 def test_two_policies_are_compared_under_every_condition(perturbed: Path, tmp_path: Path) -> None:
-    settings = config(SEEING, eval={"axes": ["start:5@2"]})
+    settings = config(SEEING, eval={"axes": [*AXES, "start:5@2"]})
     evaluated(tmp_path / "e", settings, against=str(perturbed))
     comparison = json.loads((tmp_path / "e" / "eval.json").read_text())["comparison"]
     assert len(comparison["conditions"]) == 7
