@@ -1,4 +1,4 @@
-"""A policy of your own: a linear Gaussian policy learns the built-in scene by PPO.
+"""Your own policy: a linear Gaussian policy learns the built-in scene by PPO.
 
     python examples/own_policy.py
 

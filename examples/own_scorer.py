@@ -1,4 +1,4 @@
-"""A scorer of your own: a worker between rollout and learner that charges for every env step.
+"""Your own scorer: a worker between rollout and learner that charges for every env step.
 
     python examples/own_scorer.py
 

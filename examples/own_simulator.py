@@ -1,4 +1,4 @@
-"""A simulator of your own: a point in the plane that is to reach a goal, learned by PPO.
+"""Your own simulator: a point in the plane that is to reach a goal, learned by PPO.
 
     python examples/own_simulator.py
 

@@ -41,17 +41,18 @@ class TrainArguments:
     """Name of a file in configs/ (without .yaml), or the path of one."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    """auto: continue from the newest checkpoint of the run called --name, or begin that run."""
     seeds: tuple[int, ...] = ()
-    """Train once with each seed, one after the other, and compare: runs NAME-seed1, ... and the page NAME.html."""
+    """Train once with each seed, one after the other, and compare the runs NAME-seed1, ... on the page NAME.html."""
     sweep: tuple[str, ...] = ()
-    """Train with each value of a setting, `optim.policy_lr=1e-4,3e-4`; of several settings, each combination."""
+    """Train once with each value of a setting, `optim.policy_lr=1e-4,3e-4`; with several settings, once with each
+    combination."""
     dry_run: bool = False
     """Check everything and print shapes, memory and placement; start no worker and train nothing."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
     words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
@@ -82,9 +83,9 @@ class TrainArguments:
 
 @dataclass(frozen=True)
 class SftArguments:
-    """Let a policy learn the actions of demonstrations; evaluate it at the end, film it and write the report.
+    """Train a policy on demonstrations; evaluate it at the end, film it and write the report.
 
-    `embodied train CONFIG --policy.init RUN` goes on from there by reinforcement.
+    `embodied train CONFIG --policy.init RUN` continues by reinforcement.
     """
 
     config: tyro.conf.Positional[str]
@@ -94,13 +95,13 @@ class SftArguments:
     """Datasets in LeRobot's layout, as `embodied record` writes them, or Hugging Face names (`org/name`,
     `org/name@revision`): sft.data."""
     resume: Literal["no", "auto"] = "no"
-    """auto: go on from the newest checkpoint of the run called --name, or begin it."""
+    """auto: continue from the newest checkpoint of the run called --name, or begin that run."""
     dry_run: bool = False
     """Check everything and print shapes, memory of each rank and placement; start no worker and train nothing."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -129,26 +130,26 @@ def _going_on(args: TrainArguments | SftArguments, words: Sequence[str], stage: 
 
 @dataclass(frozen=True)
 class EvalArguments:
-    """Evaluate the checkpoint that a run ends with, the best or else the newest, or another. The result says how many
-    of its episodes' initial states were trained on."""
+    """Evaluate a run's best checkpoint, else its newest, or another one. The result states how many initial states of
+    its episodes were trained on."""
 
     run: tyro.conf.Positional[str]
-    """A run's folder (or its name below --runs-dir), or a configuration whose policy needs no training or together
-    with --checkpoint."""
+    """A run's folder, or its name below --runs-dir; its best checkpoint is used, else its newest. Or a configuration,
+    if its policy needs no training or --checkpoint is given."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100; `average`: the average of the weights that the
-    run's checkpoint has (optim.ema)."""
+    """Folder of another checkpoint, for example runs/NAME/checkpoints/000100; `average`: the averaged weights in the
+    run's checkpoint (optim.ema)."""
     against: str | None = None
-    """Compare with this on the same episodes: a run, a checkpoint, or the folder of an evaluation."""
+    """Compare with a run, a checkpoint, or the folder of an evaluation, on the same episodes."""
     folder: Path | None = None
-    """Folder of this evaluation; none: a new one below RUN/evals."""
+    """Folder of this evaluation. None: a new one below RUN/evals."""
     resume: Literal["no", "auto"] = "no"
-    """auto: go on with the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin it."""
+    """auto: continue the evaluation in --folder, or the newest of the same protocol and checkpoint, or begin one."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -165,28 +166,28 @@ class RecordArguments:
     """Record a policy's episodes as a dataset in LeRobot's layout (version 3.0): parquet and mp4."""
 
     run: tyro.conf.Positional[str]
-    """A run's folder (or its name below --runs-dir), whose checkpoint acts, the best or else the newest; or a
-    configuration whose policy needs no training or together with --checkpoint."""
+    """A run's folder, or its name below --runs-dir; its best checkpoint is used, else its newest. Or a configuration,
+    if its policy needs no training or --checkpoint is given."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100; `average`: the average of the weights that the
-    run's checkpoint has (optim.ema)."""
+    """Folder of another checkpoint, for example runs/NAME/checkpoints/000100; `average`: the averaged weights in the
+    run's checkpoint (optim.ema)."""
     out: Path = tyro.MISSING
-    """Folder of the dataset; there must be none of that name."""
+    """Folder of the new dataset. It must not exist yet."""
     episodes: int = 100
-    """Episodes to run, with seeds that neither training nor evaluation draws."""
+    """Number of episodes, with seeds that neither training nor evaluation draws."""
     only_successes: bool = False
     """Leave out the episodes that the policy failed."""
     instructions: tuple[str, ...] = ()
-    """Wordings of the task, recorded in turn, episode by episode, in place of its own instruction, so that a
-    policy learns several wordings. The policy that acts gets the task's own."""
+    """Wordings that are recorded in place of the task's instruction, in turn, one per episode, so that a policy learns
+    several. The recorded policy itself gets the task's instruction."""
     disturb: float = 0.0
-    """Standard deviation of what is added to every number of an action before it is executed. What is recorded is the
-    action without it: episodes then show how to recover from deviations (DART, arXiv 1703.09327)."""
+    """Standard deviation of noise that is added to each number of an executed action. The recorded action is without
+    noise, so that episodes show how to recover from deviations (DART, arXiv 1703.09327)."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -200,28 +201,28 @@ class RecordArguments:
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """Let other programs and robots ask a policy for actions, in openpi's websocket protocol (docs/serving.md)."""
+    """Serve a policy's actions to other programs and robots by openpi's websocket protocol (docs/serving.md)."""
 
     run: tyro.conf.Positional[str]
-    """A run's folder (or its name below --runs-dir), whose checkpoint decides, the best or else the newest; a
-    checkpoint's folder below a run; or a configuration whose policy needs no training or together with --checkpoint."""
+    """A run's folder, or its name below --runs-dir; its best checkpoint is served, else its newest. Or the folder of a
+    checkpoint below a run. Or a configuration, if its policy needs no training or --checkpoint is given."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     checkpoint: Path | None = None
-    """Folder of a checkpoint, for example runs/NAME/checkpoints/000100; `average`: the average of the weights that the
-    run's checkpoint has (optim.ema)."""
+    """Folder of another checkpoint, for example runs/NAME/checkpoints/000100; `average`: the averaged weights in the
+    run's checkpoint (optim.ema)."""
     host: str = "127.0.0.1"
-    """Address to listen on. By default only programs of this machine reach it; there is no password."""
+    """Address to listen on. By default only programs on this machine can connect. There is no password."""
     port: int = 8000
-    """Port to listen on; 0: a free one."""
+    """Port to listen on. 0: a free one."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Keys of the clients' observations where they are not openpi's, `images.base KEY`."""
+    """Keys of the clients' observations that differ from openpi's: `images.base KEY`."""
     batch: int = 1
-    """Rows of a batch, into which requests are put that wait together. 1: each is computed alone, bit for bit as
-    `act` does."""
+    """Largest number of rows that are computed as one batch, from requests that wait at the same time. 1: each row is
+    computed alone, bit for bit as `act` does."""
     sample: bool = False
-    """Draw actions, as `seed` determines, for clients that say neither; else they are the policy's mode."""
+    """Sample actions, from `seed`, for clients that do not choose. Without it they get the policy's mode."""
     threads: int = 1
-    """Number of PyTorch's threads; an evaluation has one, and sums are rounded by their number."""
+    """Number of PyTorch's threads. Evaluations use one; with another number, sums are rounded differently."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     json: Path | None = None
@@ -240,7 +241,7 @@ class ServeArguments:
 
 @dataclass(frozen=True)
 class ProfileArguments:
-    """Measure a workflow's components on this machine, alone and beside each other, and write profile.json."""
+    """Measure a workflow's components on this machine, alone and at the same time, and write profile.json."""
 
     config: tyro.conf.Positional[str]
     """Name of a file in configs/ (without .yaml), or the path of one."""
@@ -248,7 +249,7 @@ class ProfileArguments:
     out: Path = Path("profile.json")
     """File that the profile is written to."""
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -262,15 +263,16 @@ class ProfileArguments:
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Find the best plan for this machine, or for a cluster that one does not have, and say why."""
+    """Find the best plan for this machine, or for a cluster that a file describes, and explain it."""
 
     config: tyro.conf.Positional[str]
     """Name of a file in configs/ (without .yaml), or the path of one."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     profile: Path = Path("profile.json")
-    """Measured times: what `embodied profile` wrote."""
+    """File of measured times, as `embodied profile` writes it."""
     cluster: str = "local"
-    """`local`, or a YAML or JSON file of nodes with cores, accelerators, memory and links (docs/planning.md)."""
+    """`local`: this machine. Or a YAML or JSON file of nodes with cores, accelerators, memory and links
+    (docs/planning.md)."""
     out: Path = Path("plan")
     """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
     json: Path | None = None
@@ -286,20 +288,20 @@ class PlanArguments:
 
 @dataclass(frozen=True)
 class CompareArguments:
-    """Run every mode on the same work and report measured against predicted times."""
+    """Run every mode on the same work, and compare measured with predicted times."""
 
     config: tyro.conf.Positional[str]
     """Name of a file in configs/ (without .yaml), or the path of one."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     profile: Path | None = None
-    """Measured times; none: measured first."""
+    """File of measured times, as `embodied profile` writes it. None: they are measured first."""
     out: Path | None = None
-    """Folder for compare.html, the pictures and compare.json; none: compare/, or compare/NAME with --name, which the
-    workload is called by on the page."""
+    """Folder for compare.html, its pictures and compare.json. None: compare/, or compare/NAME with --name, which the
+    page then shows as the name of the workload."""
     repeats: Annotated[int, tyro.conf.arg(name="repeats")] = 2
-    """Number of times that all modes are run in turn, three iterations each."""
+    """Number of times that every mode is run, three iterations each time."""
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -313,59 +315,58 @@ class CompareArguments:
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Print what a dataset or a checkpoint holds. Of a dataset: episodes, frames, each action dimension beside the
-    environment's range (of --config, or of the task that a recording of ours names), what cannot be right and what is
-    odd; a contact sheet and histograms are written to --out. Of a checkpoint: kind, sizes, statistics, processor steps,
-    and the files beside it."""
+    """Print the content of a dataset or a checkpoint. Of a dataset: episodes, frames, each action dimension beside the
+    environment's range, errors, and values that look wrong; a contact sheet and histograms are written to --out. Of a
+    checkpoint: kind, sizes, statistics, processor steps, and other files in its folder."""
 
     path: tyro.conf.Positional[str]
     """Folder of a dataset, of a checkpoint, or of a run; or the Hugging Face name of a dataset (`org/name`)."""
     config: str | None = None
-    """Configuration of the training that the data is for: a name in configs/ or the path of one. Without it, only a
-    recording of ours is compared with its environment."""
+    """Configuration whose policy is to learn from the data: a name in configs/ or the path of one. Without it, only a
+    dataset of `embodied record` is compared with its environment."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = Config()
     out: Path | None = None
-    """Folder of the pictures and of data.json; inspect-NAME here otherwise."""
+    """Folder for the pictures and data.json. None: inspect-NAME in the current folder."""
     json: Path | None = None
     """Write the result to this file."""
 
 
 @dataclass(frozen=True)
 class RewardArguments(Bounded):
-    """Train a success classifier from recorded episodes, solved and not: what `reward.model` names in a
+    """Train a success classifier from recorded episodes, solved and failed. `reward.model` names its folder in a
     configuration whose workflow has a reward worker (ppo_reward)."""
 
     data: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Datasets in LeRobot's layout with frames, as `embodied record` writes them."""
     out: Path = tyro.MISSING
-    """Folder of the classifier; there must be none of that name."""
+    """Folder of the new classifier. It must not exist yet."""
     last: int = 2
     """Frames at the end of a solved episode that count as solved."""
     steps: int = 200
     """Optimiser steps."""
     batch: int = 64
-    """Frames per step, half of them of success."""
+    """Frames per step. Half of them show success."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Learning rate of the first step; it falls linearly to zero."""
     holdout: float = 0.2
-    """Share of the episodes that is measured and not learned from."""
+    """Share of the episodes that is not learned from, but measured."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Initial weights, batches and held-out episodes are a function of it."""
+    """Seed of initial weights, batches and held-out episodes."""
     json: Path | None = None
     """Write the result to this file."""
 
 
 @dataclass(frozen=True)
 class ExportArguments:
-    """Write a run's policy as its community's own programs load it: for OpenVLA a Hugging Face directory, an adapter
-    merged into the weights. Its README.md says under which conventions it was trained."""
+    """Write a run's policy in the layout that its community's programs load: for OpenVLA a Hugging Face directory, with
+    an adapter merged into the weights. README.md lists the conventions under which the policy was trained."""
 
     run: tyro.conf.Positional[str]
     """A run's folder, or its name below --runs-dir."""
     checkpoint: Path | None = None
-    """Folder of a checkpoint; none: the one that the run ends with, the best or else the newest."""
+    """Folder of a checkpoint. None: the run's best, else its newest."""
     out: Path = tyro.MISSING
-    """Folder to write; there must be none of that name."""
+    """Folder to write. It must not exist yet."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     json: Path | None = None
@@ -374,12 +375,12 @@ class ExportArguments:
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write the report of a run, or of several beside each other: one self-contained HTML page."""
+    """Write the report of a run, or of several side by side, as one self-contained HTML page."""
 
     run: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of runs, or their names below --runs-dir. Those that differ in the seed alone are one curve."""
+    """Folders of runs, or their names below --runs-dir. Runs that differ only in the seed are drawn as one curve."""
     out: Path | None = None
-    """The page of several runs; report.html in --runs-dir otherwise."""
+    """The page of several runs. None: report.html in --runs-dir."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     json: Path | None = None

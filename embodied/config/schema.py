@@ -279,33 +279,35 @@ class EnvConfig(Section):
     """`<simulator>/<task>`. Your own simulator is named `package.module:NAME`. A shipped simulator with your own
     tasks is named `package.module:<simulator>` (docs/adding-a-simulator.md)."""
     control_mode: str | None = None
-    """One of the task's control modes; None is the simulator's default."""
+    """One of the task's control modes. None: the simulator's default."""
     reward: Literal["dense", "sparse"] | None = None
     """`dense`: shaped, at most 1 per env step. `sparse`: 1 where the task is solved. None: sparse in LIBERO, dense in
     the other simulators."""
     max_episode_steps: Annotated[int, Field(ge=1)] | None = None
-    """Env steps after which an episode is truncated; None is the task's own limit."""
+    """Env steps after which an episode is truncated. None: the task's own limit."""
     cameras: Annotated[int, Field(ge=0)] | tuple[str, ...] = 0
-    """Number of the task's cameras that the policy sees, or their names."""
+    """Cameras that the policy observes: names, or a number N for the task's first N cameras."""
     image_size: Annotated[int, Field(ge=16, le=1024)] = 128
     """Height and width of a frame in pixels."""
     settle_steps: Annotated[int, Field(ge=0)] = 0
-    """Env steps at rest at the beginning of an episode, before the first observation. They are not counted."""
+    """Env steps at rest before the first observation of an episode. They do not count as steps of the episode."""
     init_states: Annotated[int | str, AfterValidator(_starts)] = 0
     """Initial states of training episodes. `50`: the first 50 recorded ones; `0-24,30`: the recorded ones of these
     numbers; `seeds:64`: those of 64 seeds, the same in every run. 0: each episode has a new seed."""
     randomise: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes)] = ()
-    """Axes by which training episodes are perturbed (docs/generalisation.md): `camera`, `start`, `objects`, `noise`,
-    `brightness`, `words`, with levels as `camera:1-3` or at all five. An episode's seed draws one axis and level, or
-    none, all equally often."""
+    """Axes along which training episodes are perturbed (docs/generalisation.md): `camera`, `start`, `objects`, `noise`,
+    `brightness`, `words`, with levels as `camera:1-3` or at all five. For each episode one axis and level, or no
+    perturbation, is drawn with equal probability."""
     orientation: Orientation = "upright"
-    """Orientation of frames: `upright`; `stock`, as the simulator returns them; `rotated`, by 180 degrees from that."""
+    """Orientation of frames: `upright`; `stock`: as the simulator returns them; `rotated`: those of `stock`, turned by
+    180 degrees."""
     gripper: Gripper = "simulator"
-    """The last action element: the `simulator`'s own, its sign (`binary`), or 1 opens and 0 closes (`inverted`)."""
+    """Meaning of the last action element. `simulator`: the simulator's; `binary`: its sign alone counts; `inverted`: 1
+    opens and 0 closes."""
     options: dict[str, Any] = {}
     """Options that the task's simulator declares (docs/adding-a-simulator.md)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
-    """Number of environments that run side by side."""
+    """Number of environments that run in parallel."""
 
     @property
     def recorded_starts(self) -> Sequence[int]:
@@ -337,17 +339,19 @@ class EnvConfig(Section):
 
 class FarmConfig(Section):
     physics_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that step environments; 0 takes one per CPU core."""
+    """Processes that step environments. 0: one per CPU core."""
     render_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that draw frames; 0 lets each physics worker draw its own (fused)."""
+    """Processes that draw frames. 0: each physics worker draws the frames of its environments (fused)."""
     nodes: tuple[str, ...] = ()
-    """Nodes of the Ray cluster, by name or address, whose cores step environments in a run without a plan; none: this
-    machine. Set it where this machine is short of cores (docs/cluster.md)."""
+    """Nodes of the Ray cluster, by name or address, whose cores step environments in evaluations and in runs without a
+    plan. None: this machine. Set it if this machine is short of cores (docs/cluster.md)."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] | Literal["cpu"] = ()
-    """CUDA numbers of the GPUs that draw frames, dealt out to the workers that draw; `cpu`: frames are drawn in
-    software; none: the driver's first device. Set it where several GPUs draw. A plan has its own."""
+    """GPUs that draw frames, by their CUDA numbers; the processes that draw are distributed over them. `cpu`: frames
+    are drawn in software. None: the graphics driver's first device. Set it to draw on several GPUs. A plan has its
+    own."""
     groups: Annotated[int, Field(ge=1)] = 2
-    """Groups of environments of each task: one is simulated while another is inferred."""
+    """Number of groups into which each task's environments are divided. While one group is simulated, the policy
+    decides for another."""
 
 
 def _own_folder(name: str) -> str:
@@ -359,13 +363,13 @@ class PolicyConfig(Section):
     kind: str = "gaussian_mlp"
     """A policy of the `policies` package, or your own as `package.module:Class`."""
     reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
-    """Observations of the policy: the simulator's full state, or proprioception, camera frames and the instruction.
-    `episode` is for policies that replay recorded episodes."""
+    """What the policy observes: `state`, the simulator's full state; `proprio`, proprioception; `images`, frames of
+    `env.cameras`; `instruction`; `episode`, for policies that replay recorded episodes."""
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
     horizon: Annotated[int, Field(ge=0)] = 0
-    """Actions that a decision predicts. The first `chunk` of them are executed. 0: the policy's checkpoint decides; if
-    it does not, `chunk`. Demonstrations are learned in pieces of this length."""
+    """Number of actions that a decision predicts, of which the first `chunk` are executed. 0: as the checkpoint has it,
+    else `chunk`. Demonstrations are learned in pieces of this length."""
     options: dict[str, Any] = {}
     """Options of the policy's kind (docs/adding-a-policy.md). `checkpoint`: the pretrained checkpoint that the policy
     is built from, a directory or a Hugging Face name (`org/name`, `org/name@revision`). The latter is downloaded, and
@@ -375,10 +379,10 @@ class PolicyConfig(Section):
     may choose other devices, unless this names one by its number. With `cpu`, processes on the CPU stand in for the
     accelerators of a plan file."""
     replicas: Annotated[int, Field(ge=1)] = 1
-    """Policy workers that share the groups of environments (farm.groups): one for each GPU is usual. A plan has its own
-    number. With runtime.mode inline there is one; the result is the same."""
+    """Number of policy workers, among which the groups of environments are divided (farm.groups); usually one for each
+    GPU. A plan has its own number. With runtime.mode `inline` there is one, and the result is the same."""
     init: Path | None = None
-    """A run or checkpoint of the same policy, whose weights and statistics this run begins with."""
+    """Run or checkpoint of the same policy from whose weights and statistics this run begins."""
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -404,43 +408,47 @@ class PolicyConfig(Section):
 
 class RolloutConfig(Section):
     decisions: Annotated[int, Field(ge=1)] = 64
-    """Decisions per environment and iteration, where a rollout is of decisions (ppo)."""
+    """Decisions of each environment per iteration, in workflows with rollouts of a fixed length (ppo)."""
     episodes_per_env: Annotated[int, Field(ge=1)] = 1
-    """Episodes of each environment per iteration, where a rollout is of whole episodes (grpo)."""
+    """Episodes of each environment per iteration, in workflows with rollouts of whole episodes (grpo)."""
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
-    """Largest number of episodes of each environment in a rollout that continues until as many episode groups are
-    informative as `episodes_per_env` yields (DAPO's dynamic sampling)."""
+    """Limit of DAPO's dynamic sampling: a rollout continues until as many episode groups are informative as
+    `episodes_per_env` yields, but for no more than this number of episodes of each environment. None: no dynamic
+    sampling."""
     episode_group: Annotated[int, Field(ge=1)] = 8
-    """Episodes of an episode group (grpo). They have the same task and the same beginning."""
+    """Number of episodes in an episode group (grpo). They have the same task and the same initial state."""
 
 
 class AdvantageConfig(Section):
     gamma: Share = 0.99
-    """Discount per decision (of each action, where `credit` is given to actions)."""
+    """Discount per decision, or per action with credit `action`."""
     lam: Share = 0.95
-    """Lambda of the generalised advantage."""
+    """Lambda of generalised advantage estimation."""
     credit: Literal["chunk", "action"] = "chunk"
-    """Unit of an advantage, and of a step of gamma and lam: a decision, or each of its actions. Actions need a
-    loss.ratio_unit of at most an action and, with a critic, a policy with a value for each action."""
+    """Unit that gets an advantage, and over which gamma and lam count: a decision (`chunk`) or each of its actions
+    (`action`). The latter needs loss.ratio_unit `action` or `element` and, with a critic, a policy with a value for
+    each action."""
     bootstrap: Literal["truncated", "always"] = "truncated"
-    """`always` also bootstraps the value where the task itself ended the episode."""
+    """Ends of episodes at which the critic's value continues the return: `truncated`: those at the step limit;
+    `always`: also those at which the task ends the episode."""
     normalise_returns: bool = False
-    """The critic predicts deviations of returns (from their mean, in standard deviations, mostly of the last ten
-    iterations), so that value_lr and value_coef mean the same whatever the size of rewards."""
+    """Train the critic on returns minus their mean, divided by their standard deviation (mostly of the last ten
+    iterations), so that value_lr and value_coef mean the same for rewards of any size."""
     outcome: Literal["success", "return"] = "success"
-    """Outcome of an episode in an episode group: 1 if it was solved, or its return."""
+    """Outcome by which an episode is judged (grpo, reinforce): `success`, 1 if it was solved and else 0; or its
+    `return`."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Divisor of episodes' advantages: their episode group's deviation, the batch's, or nothing
+    """Divisor of advantages (grpo): the standard deviation of the episode `group`, that of the `batch`, or `none`
     (Dr.GRPO)."""
     overlong: Annotated[int, Field(ge=1)] | Literal["masked"] | None = None
     """What long episodes lose. A number: the outcome falls by up to 1 over this many last env steps before the limit,
     env.max_episode_steps (DAPO's soft overlong punishment). `masked`: an episode that is cut off at its limit carries
     no gradient; its outcome counts in its episode group (DAPO's overlong filtering). None: length does not count."""
     baseline: Literal["none", "group"] = "none"
-    """Baseline that is subtracted from an episode's outcome (reinforce): none, or its episode group's mean."""
+    """Baseline that is subtracted from an episode's outcome (reinforce): none, or the mean of its episode group."""
     keep_rates: Annotated[tuple[Share, Share], AfterValidator(_ascending)] | None = None
-    """Episode groups with a success rate outside this range are left out (SimpleVLA-RL, RLinf: 0.1 to 0.9). Groups of
-    equal outcomes are always left out."""
+    """Lowest and highest success rate of an episode group that is learned from (SimpleVLA-RL, RLinf: 0.1 and 0.9).
+    Groups whose episodes all have the same outcome are always left out."""
 
     @property
     def overlong_margin(self) -> int | None:
@@ -450,13 +458,13 @@ class AdvantageConfig(Section):
 
 class LossConfig(Section):
     clip: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Clip range of the ratio, below one and (unless clip_high is set) above."""
+    """Clip range of the probability ratio: from 1 - clip to 1 + clip (above, clip_high if it is set)."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    """Clip range above one (DAPO's clip-higher)."""
+    """Clip range above one, up to 1 + clip_high (DAPO's clip-higher). None: clip."""
     ratio_unit: Literal["chunk", "action", "element"] = "chunk"
-    """Unit of a probability ratio: a whole chunk, one action of it, or one number of it."""
+    """Unit of a probability ratio: a whole chunk, one action of it, or one element of an action."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Clip range of the value prediction; None does not clip."""
+    """Clip range of the value prediction. None: no clipping."""
     value_coef: Annotated[float, Field(ge=0)] = 0.5
     """Weight of the value loss."""
     entropy_coef: float = 0.0
@@ -478,11 +486,12 @@ class OptimConfig(Section):
     value_lr: Annotated[float, Field(ge=0)] = 3e-4
     """Learning rate of the value head."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
-    """First iterations in which the value head alone is trained: its first gradients would pull at a policy that has
-    learned already."""
+    """Iterations at the beginning in which only the value head is trained, so that an untrained critic does not spoil a
+    policy that has already learned."""
     lr_warmup: Annotated[int, Field(ge=0)] = 0
-    """First iterations over which the learning rates rise linearly. The policy's rises after `critic_warmup`. Adam's
-    first steps are as long as the rate, whatever the gradient, and can undo what a policy has learned."""
+    """Iterations at the beginning over which the learning rates rise linearly; the policy's rises after
+    `critic_warmup`. Adam's first steps are as long as the rate, however small the gradient, and can undo what a policy
+    has learned."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """Course of the learning rates over the run: `constant`, or falling to zero along a line (`linear`) or along half a
     cosine (`cosine`). None: `constant` in reinforcement, `linear` for demonstrations."""
@@ -493,18 +502,19 @@ class OptimConfig(Section):
     Every checkpoint has the average in `average/` beside the weights, and `--checkpoint average` evaluates it. None: no
     average is kept."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the root of Adam's second moment: smaller gradients count for less. Those of 7e9 weights of norm 1
-    are as small as 1e-5 itself; there 1e-8 is usual."""
+    """Epsilon of Adam, which is added to the root of the second moment: much smaller gradients hardly change the
+    weights. For policies of 7B weights 1e-8 is usual, because their gradients are about 1e-5 at a norm of 1."""
     max_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=True)] = 0.5
-    """Gradients are scaled down to this norm; `.inf` leaves them as they are."""
+    """Largest norm of the gradient, to which larger ones are scaled down. `.inf`: no limit."""
     target_kl: Annotated[float, Field(gt=0)] | None = None
-    """Ends an update early when a minibatch's approximate KL exceeds 1.5 times this."""
+    """Ends an iteration's update early when a minibatch's approximate KL exceeds 1.5 times this."""
     ranks: Annotated[int, Field(ge=1)] = 1
-    """Learner processes that share every minibatch; a plan has its own number. `inline`, which is one process, has one
-    rank, and computes what several do."""
+    """Number of learner processes, among which every minibatch is divided. A plan has its own number. With runtime.mode
+    `inline` there is one, and the result is the same."""
     sharding: Literal["auto", "whole", "sharded"] = "auto"
-    """Part of the policy on each of several ranks: the `whole` policy, or a shard of its parameters, gradients and
-    optimiser state (FSDP2). `auto`: the whole where only adapters are trained or the CPU computes, else shards."""
+    """What each of several learner ranks holds: the `whole` policy, or a shard of its parameters, gradients and
+    optimiser state (`sharded`, FSDP2). `auto`: the whole policy if only adapters are trained or the CPU computes, else
+    shards."""
 
     def fallen(self, step: int, steps: int, schedule: str = "constant") -> float:
         """Share of the learning rate that `lr_schedule` leaves at a step; `schedule` is what None stands for."""
@@ -556,8 +566,8 @@ class SFTConfig(Section):
     range (`solved:0-49`), or `all`. One text for all datasets, or one for each. None: all. `solved` is refused for a
     dataset that does not record success."""
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_each)] = ()
-    """Weight of each dataset in the draw of rows, relative to the others; rows of one dataset are drawn alike,
-    with repetition. None: an epoch visits every row of every dataset once, so that every row counts alike."""
+    """Relative weights of the datasets: `3 1` draws three rows of the first for one of the second, with repetition.
+    None: an epoch visits every row of every dataset once."""
     gripper: Literal["as_is", "from_0_1", "from_1_0", "from_minus_plus", "from_plus_minus"] = "as_is"
     """Conversion of the datasets' last action element to that of env.gripper: `from_0_1`: 0 and 1 become the lower and
     the upper end of its range; `from_1_0`: 1 and 0 do; `from_minus_plus`: -1 and 1; `from_plus_minus`: 1 and -1."""
@@ -566,22 +576,22 @@ class SFTConfig(Section):
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
-    """Rows whose action chunks are learned at once; optim.micro_batch divides it."""
+    """Rows per optimiser step. A row is an env step with the action chunk that begins there. optim.micro_batch divides
+    it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
-    """Learning rate, which falls linearly to zero unless `optim.lr_schedule` names another course."""
+    """Learning rate of the first step. It falls linearly to zero unless `optim.lr_schedule` names another schedule."""
     warmup: Annotated[int, Field(ge=0)] = 0
-    """First optimiser steps over which the learning rate rises linearly (openpi: 1,000)."""
+    """Optimiser steps at the beginning over which the learning rate rises linearly (openpi: 1,000)."""
     augment: Literal["openpi", "oft", "lerobot"] | None = None
     """Random changes of the pictures that are learned from, as these projects publish them: `openpi`: crop and rotation
     (not of cameras at a wrist), brightness, contrast, saturation; `oft`: crop, brightness, contrast, saturation, hue,
     for a policy that acts on the centre crop; `lerobot`: three of brightness, contrast, saturation, hue, sharpness, and
     rotation with shift. None: the pictures as recorded."""
     loader_workers: Annotated[int, Field(ge=0)] = 0
-    """Processes of each learner rank that read demonstrations ahead; 0: threads of the learner itself. Set it where
-    decoding or augmentation keeps the learner waiting, to the cores that it leaves free. It changes nothing in what is
-    learned."""
+    """Processes of each learner rank that read demonstrations ahead. 0: threads of the learner's process. If decoding
+    or augmentation keeps the learner waiting, set it to the number of free cores. The result is the same."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each dataset's episodes that is measured and not learned from."""
+    """Share of each dataset's episodes that is not learned from, but measured."""
     measure_every: Annotated[int, Field(ge=1)] = 100
     """Steps between rows of metrics."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 500
@@ -615,8 +625,8 @@ def event_of(text: str) -> Event:
 
 class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
-    """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`;
-    none: env.task."""
+    """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`.
+    None: env.task."""
     protocol: (
         Literal[
             "openvla-oft",
@@ -642,9 +652,9 @@ class EvalConfig(Section):
     `objects:3@20`, or `words:INSTRUCTION@STEP` perturbs the trial from that env step on. None: no perturbation, except
     in the protocol `generalisation`, which has every axis that the simulator supports and the policy observes."""
     episodes: Annotated[int, Field(ge=1)] | None = None
-    """Trials of each task, from seeds that training does not draw. With perturbations, each of them has this number,
-    and the unperturbed task too. None: the protocol's number, or 100, or 50 with perturbations; at most the number of
-    problems of a file, in its order."""
+    """Trials of each task, and of each perturbation of it, from seeds that training does not draw. None: the protocol's
+    number, or 100, or 50 with perturbations; for a file of problems, at most one trial per problem, in the file's
+    order."""
     attempts: Annotated[int, Field(ge=1)] = 1
     """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
     of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""
@@ -655,18 +665,18 @@ class EvalConfig(Section):
     """Episodes continue to the step limit after the task is solved (ManiSkill's name), so that success at the end can
     differ from success once. False: success ends an episode; in Gymnasium the environment decides."""
     greedy: bool | None = None
-    """True takes the policy's mode, False samples. None: the protocol's way, or else greedy for one attempt and sampled
-    for several."""
+    """True: actions are the policy's mode. False: actions are sampled. None: as the protocol has it, else greedy for
+    one attempt and sampled for several."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """Instruction of the policy in place of each task's own, to test whether the policy reads it: another wording, or
-    another task's."""
+    """Instruction that replaces each task's own, such as another wording or another task's instruction, to test whether
+    the policy reads it."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
-    """Number of environments that run side by side; None: env.num_envs. Set it where a large policy evaluates fewer at
-    once."""
+    """Number of environments that run in parallel. None: env.num_envs. Set it lower if an evaluation runs out of
+    memory, or higher if the tasks of a run have few environments each."""
     every: Annotated[int, Field(ge=0)] = 0
-    """Iterations between evaluations during training, of `episodes` trials of each task, at most 50. Their episodes are
-    neither training's nor those of the evaluation at the end. The best checkpoint is kept, and the run ends with it. 0:
-    no such evaluations; the run ends with the newest checkpoint."""
+    """Iterations between evaluations during training, each of `episodes` trials of each task, at most 50. Their
+    episodes are neither those of training nor those of the evaluation at the end. The best checkpoint is kept, and the
+    run ends with it. 0: no such evaluations; the run ends with the newest checkpoint."""
     videos: Annotated[int, Field(ge=0, le=16)] = 9
     """Episodes in the tiled video, failures first; 0 makes none."""
 
@@ -689,16 +699,16 @@ class EvalConfig(Section):
 
 class RuntimeConfig(Section):
     mode: Literal["ray", "inline"] = "ray"
-    """`ray`: workers are processes. `inline`: everything in this process, in order; for debugging."""
+    """`ray`: workers are processes. `inline`: everything runs in this process, in order; for debugging."""
     address: str = "local"
-    """`local` starts Ray on this machine; else the address of a running Ray cluster that has this machine as a node."""
+    """Address of a running Ray cluster that has this machine as a node. `local`: Ray is started on this machine."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time in seconds that a worker may make no progress while others wait for it. Half of it is the limit for
     a worker's simulators, a quarter the time before a simulator is replaced. Raise it for slow resets."""
     worker_gb: Annotated[float, Field(gt=0)] | None = None
-    """Gigabytes (1e9 bytes) of memory that one of Ray's worker processes on this machine may hold, for simulators and
-    libraries that leak. A process beyond it is replaced, with the same result: a simulator at once, another worker from
-    a checkpoint that is written for it. None: no limit."""
+    """Largest private memory, in gigabytes (1e9 bytes), of a worker process on this machine. Set it if a simulator or
+    library leaks memory. A process beyond it is replaced, with the same result: a simulator at once, another worker
+    from a checkpoint that is written for it. None: no limit."""
 
 
 def _plan_file(path: Path) -> Path:
@@ -717,10 +727,11 @@ class PlanConfig(Section):
     """`configured`: no plan; `farm`, `policy` and `optim` decide. `auto`: the best plan; `collocated`, `disaggregated`,
     `hybrid`: the best plan of that mode. A file that ends in .json: the plan in it, edited or not."""
     profile: Path | None = None
-    """Measured times to plan with; none: the run measures them first, which takes about ten iterations' time."""
+    """File of measured times to plan with, as `embodied profile` writes it. None: the run measures them first, which
+    takes about ten iterations' time."""
     ahead: bool = False
-    """Disaggregated plans roll out one update ahead of the learner (decoupled objective), so that both work at the same
-    time."""
+    """In disaggregated plans, roll out one update ahead of the learner, so that both work at the same time. The loss is
+    then the decoupled objective."""
     replan: bool = False
     """Change to another plan during the run when five iterations in a row differ from the prediction and the change
     pays (docs/planning.md): for long runs on machines whose load changes."""
@@ -738,12 +749,13 @@ class Config(Section):
     """One training run."""
 
     name: Annotated[str, AfterValidator(_below_runs)] | None = None
-    """Folder of the run below `runs/`; None: made of the configuration's name and the time."""
+    """The run's folder below `runs/`. None: a name made of the configuration's name and the time."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Everything random in the run is a function of it."""
     workflow: str = "ppo"
-    """The workflow: `ppo`, `grpo`, `reinforce`, each also with a frozen reference policy (`ppo_reference`, ...), `ppo`
-    with a reward judged from frames (`ppo_reward`), or your own as `package.module:NAME` (docs/workflows.md)."""
+    """The workflow: `ppo`, `grpo`, `reinforce`, each also with a frozen reference policy (`ppo_reference`, ...),
+    `stepnft`, `ppo` with a reward judged from frames (`ppo_reward`), or your own as `package.module:NAME`
+    (docs/workflows.md)."""
     iterations: Annotated[int, Field(ge=1)] = 100
     """Number of iterations, each of a rollout and an update."""
     stop_at: float | None = None
@@ -755,13 +767,12 @@ class Config(Section):
     """Number of the newest checkpoints that are kept, beside the best one (eval.every); older ones are removed once a
     newer one is written. Set it where checkpoints are large. None keeps all."""
     track: Annotated[tuple[TrackerName, ...], BeforeValidator(_each)] = ("tensorboard",)
-    """Libraries that log the run, each through its own client (docs/tracking.md); none: the run's folder alone has the
-    metrics."""
+    """Libraries that log the run (docs/tracking.md). Without any, only the run's folder has the metrics."""
     env: EnvConfig = EnvConfig()
     farm: FarmConfig = FarmConfig()
     extra_tasks: tuple[ExtraTask, ...] = ()
-    """Further tasks of the run, each with the settings that differ from `env`; a task may be
-    `package.module:NAME/<task>` too."""
+    """More tasks that the policy is trained on. Each entry names its task, also `package.module:NAME/<task>`, and the
+    settings that differ from `env`."""
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()

@@ -106,7 +106,7 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         "renderer_of": Field((envs,), "int32", -1),
         "draws": Field((spec.workers,), "bool", 0),
         "built": Field((spec.workers,), "int32", 0),
-        # Of a process that serves this farm alone: what it has in memory by itself when it has built.
+        # Of a process that serves this farm alone: its private memory when it has built.
         "private_bytes": Field((spec.workers,), "int64", 0),
         # Whether renderers shall be away, and since when; which of them are, and what that last changed in memory.
         "away": Field((1,), "int32", 0),

@@ -212,7 +212,7 @@ class MemoryLimit:
         if used <= self.gb:
             checks.within += 1
             return None
-        found = f"{worker} has {used:.2f} GB in memory by itself, and runtime.worker_gb is {self.gb:g}"
+        found = f"{worker} has {used:.2f} GB of private memory, and runtime.worker_gb is {self.gb:g}"
         if checks.within >= checks.settles:
             return WorkerTooLarge(found)
         return LimitTooSmall(f"{found}; it is new, and another would have as much: set runtime.worker_gb higher")

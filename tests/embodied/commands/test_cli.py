@@ -327,7 +327,7 @@ SETTINGS_VERBS = ("train", "sft", "eval", "record", "serve", "profile", "plan", 
 
 def test_the_whole_help_is_generated_from_the_configuration() -> None:
     _, shown = here("train", "--help-all")
-    assert "--loss.clip-high" in shown and "Clip range of the ratio" in shown
+    assert "--loss.clip-high" in shown and "Clip range of the probability" in shown
 
 
 @pytest.mark.parametrize("verb", SETTINGS_VERBS)

@@ -485,16 +485,6 @@ def test_only_solved_episodes(ours: Path, reach: Environment, tmp_path: Path) ->
         understood(reach, unlabelled, episodes=("solved",))
 
 
-def test_a_policy_that_reads_the_instruction_alone_learns_where_it_decides(ours: Path, reach: Environment) -> None:
-    for reads, stride in ((["instruction"], 3), (["instruction", "state"], 1), (["state"], 1)):
-        settings = {**SETTINGS, "policy": {"reads": reads, "chunk": 3}}
-        (source,) = (found := read_demonstrations(config_of(ours, settings=settings), reach.info)).sources
-        lengths = [
-            source.dataset.episodes[number].end - source.dataset.episodes[number].begin for number in source.train
-        ]
-        assert len(found.train) == sum(-(-length // stride) for length in lengths), reads
-
-
 def test_the_same_data_twice_is_refused_under_any_name(ours: Path, reach: Environment, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(ours)
     copied = foreign(ours, tmp_path / "copied")
@@ -519,14 +509,20 @@ def test_each_dataset_is_represented_among_the_held_out(ours: Path, reach: Envir
     assert [len(source.held_out) for source in found.sources] == [1, 1]
 
 
-def test_rows_of_decisions_begin_with_an_episode_and_are_a_chunk_apart(ours: Path, reach: Environment) -> None:
-    settings = {**SETTINGS, "policy": {**SETTINGS["policy"], "chunk": 4}}
-    every = read_demonstrations(config_of(ours, settings=settings, holdout=0.3), reach.info)
-    found = read_demonstrations(config_of(ours, settings=settings, holdout=0.3, rows="decisions"), reach.info)
-    (source,) = found.sources
+def test_a_policy_that_reads_the_instruction_alone_learns_where_it_decides(ours: Path, reach: Environment) -> None:
+    """From the first row of an episode on, in steps of a chunk; other policies learn at every env step."""
+    every, blind, telling = (
+        read_demonstrations(
+            config_of(ours, settings={**SETTINGS, "policy": {**SETTINGS["policy"], "chunk": 4, **reads}}, holdout=0.3),
+            reach.info,
+        )
+        for reads in ({}, {"reads": ["instruction"]}, {"reads": ["instruction", "state"]})
+    )
+    (source,) = blind.sources
     episodes = [source.dataset.episodes[number] for number in source.train]
-    assert found.train.tolist() == [row for e in episodes for row in range(e.begin, e.end, 4)]
-    assert len(found.held_out) < len(every.held_out) and np.array_equal(found.column("action"), every.column("action"))
+    assert blind.train.tolist() == [row for e in episodes for row in range(e.begin, e.end, 4)]
+    assert every.train.tolist() == telling.train.tolist() == [row for e in episodes for row in range(e.begin, e.end)]
+    assert len(blind.held_out) < len(every.held_out) and np.array_equal(blind.column("action"), every.column("action"))
 
 
 def test_weights_say_how_often_a_dataset_is_drawn(ours: Path, reach: Environment, tmp_path: Path) -> None:

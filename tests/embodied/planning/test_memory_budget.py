@@ -71,7 +71,7 @@ def test_a_run_whose_workers_are_replaced_ends_as_one_without_a_limit(
     result = run(limited, tmp_path / "run")
     assert result["recoveries"] == config.iterations - 1 and "replaced" not in result, "simulators are smaller"
     lost = (tmp_path / "run" / FILE).read_text()
-    assert "in memory by itself, and runtime.worker_gb is 0.15" in lost
+    assert "of private memory, and runtime.worker_gb is 0.15" in lost
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
@@ -165,6 +165,6 @@ def test_a_simulator_that_has_grown_is_replaced_and_its_episodes_replayed(
         found = player.call(Player.play, 60.0)
         player.end()
     (replaced,) = host.take_replaced()
-    assert replaced.worker == "physics 1" and "in memory by itself" in replaced.why
+    assert replaced.worker == "physics 1" and "of private memory" in replaced.why
     with closing(Farm.create(PICTURES, InProcess())) as farm:
         assert_same(found, drive(farm, end=CHUNKS), "a replaced worker changes nothing")
