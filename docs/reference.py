@@ -169,10 +169,13 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _choices(kind: Any) -> str:
-    """The values of a literal type, also within a union or a tuple; empty for another type."""
+    """The values of a literal type, also within a tuple or beside None; empty for a type with other values too."""
     if typing.get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(kind))
-    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, typing.Annotated):
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(kind) if member is not type(None)]
+        return _choices(members[0]) if len(members) == 1 else ""
+    if typing.get_origin(kind) in (tuple, typing.Annotated):
         return next(filter(None, map(_choices, typing.get_args(kind))), "")
     return ""
 

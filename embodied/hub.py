@@ -65,9 +65,9 @@ def check_checkpoint(name: str) -> None:
 
 
 def dataset_folder(name: str | Path, fetch: bool = True) -> Path:
-    """The folder `name`, or that of the dataset so called, downloaded where it is not there yet.
+    """The folder `name`, or that of the dataset of this name, downloaded if it is not in the cache.
 
-    Without `fetch` there is no network access. Raises `UserError` with the command that fetches it elsewhere.
+    Without `fetch` there is no network access. Raises `UserError` with the command that fetches it on another machine.
     """
     return _folder(str(name), "dataset", fetch)
 

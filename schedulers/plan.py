@@ -46,7 +46,7 @@ class Placement:
     worker per device each, and the tasks' groups take turns.
 
     Other components have *instances* (data-parallel): replicas of the policy, ranks of the learner. On `accelerators`
-    each device is one. On `cores` each node is one: a process with a thread on every core that the placement has there.
+    each device is one. On `cores` each node is one: a process with a thread on every core of the placement.
     Components that share a placement have the same instances, which take turns one by one: rank i and replica i are on
     the same devices.
     """

@@ -98,7 +98,7 @@ def exact_replay(task: str) -> bool:
 
 
 def success_ends(task: str) -> bool:
-    """True if success ends the task's episodes (`Backend.success_ends`). Imports no simulator whose tasks are here."""
+    """True if success ends the task's episodes (`Backend.success_ends`). Imports no simulator of `CATALOGUE`."""
     simulator = task.partition("/")[0]
     if simulator in CATALOGUE and CATALOGUE[simulator].tasks is not None:
         return True

@@ -72,12 +72,12 @@ class Starts:
 
 
 class TrainingEpisodes(ABC):
-    """Episodes that are determined by seeds of their own, and by the start where there are starts."""
+    """Episodes that are determined by their seeds, and by the start where there are starts."""
 
     @property
     @abstractmethod
     def begin(self) -> Starts:
-        """Where episodes begin."""
+        """Initial states of episodes."""
 
     def spec(self, env: int, episode: int, start: int = ANY) -> EpisodeSpec:
         return self.begin.spec(self._seed(env, episode))

@@ -59,8 +59,8 @@ class TrainArguments:
     """Words of the command."""
 
     def typed(self, words: Sequence[str]) -> Self:
-        """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
-        is typed again."""
+        """The arguments of a command of these words. Those of a resumed run have the run's settings, except for those
+        that are typed again."""
         if self.seeds and "seed" in typed_keys(words):
             raise UserError("--seeds names the seed of each run, and --seed one: leave one of them out")
         several = self.seeds or self.sweep
@@ -106,8 +106,8 @@ class SftArguments:
     """Write the result to this file."""
 
     def typed(self, words: Sequence[str]) -> Self:
-        """The arguments of a command of these words. Those of a run that goes on have the run's settings, but for what
-        is typed again."""
+        """The arguments of a command of these words. Those of a resumed run have the run's settings, except for those
+        that are typed again."""
         return replace(self, settings=_going_on(self, words, "sft"))
 
     def check(self) -> None:

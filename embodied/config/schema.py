@@ -244,7 +244,7 @@ FeatureNames = Annotated[
         str_from_instance=lambda value: [_entry_text(value)],
     ),
 ]
-"""Names of one dataset's features: a shipped mapping, or the dataset's keys with the names used here."""
+"""Names of one dataset's features: a shipped mapping, or the dataset's keys with this project's names."""
 ExtraTask = Annotated[
     dict[str, Any],
     AfterValidator(_with_a_text_as_task),
@@ -363,7 +363,7 @@ class PolicyConfig(Section):
     kind: str = "gaussian_mlp"
     """A policy of the `policies` package, or your own as `package.module:Class`."""
     reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
-    """What the policy observes: `state`, the simulator's full state; `proprio`, proprioception; `images`, frames of
+    """Observations of the policy: `state`, the simulator's full state; `proprio`, proprioception; `images`, frames of
     `env.cameras`; `instruction`; `episode`, for policies that replay recorded episodes."""
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
@@ -412,9 +412,8 @@ class RolloutConfig(Section):
     episodes_per_env: Annotated[int, Field(ge=1)] = 1
     """Episodes of each environment per iteration, in workflows with rollouts of whole episodes (grpo)."""
     max_episodes_per_env: Annotated[int, Field(ge=1)] | None = None
-    """Limit of DAPO's dynamic sampling: a rollout continues until as many episode groups are informative as
-    `episodes_per_env` yields, but for no more than this number of episodes of each environment. None: no dynamic
-    sampling."""
+    """DAPO's dynamic sampling: a rollout continues until as many episode groups are informative as `episodes_per_env`
+    yields, but for no more than this number of episodes of each environment. None: no dynamic sampling."""
     episode_group: Annotated[int, Field(ge=1)] = 8
     """Number of episodes in an episode group (grpo). They have the same task and the same initial state."""
 
@@ -441,9 +440,10 @@ class AdvantageConfig(Section):
     """Divisor of advantages (grpo): the standard deviation of the episode `group`, that of the `batch`, or `none`
     (Dr.GRPO)."""
     overlong: Annotated[int, Field(ge=1)] | Literal["masked"] | None = None
-    """What long episodes lose. A number: the outcome falls by up to 1 over this many last env steps before the limit,
-    env.max_episode_steps (DAPO's soft overlong punishment). `masked`: an episode that is cut off at its limit carries
-    no gradient; its outcome counts in its episode group (DAPO's overlong filtering). None: length does not count."""
+    """Treatment of long episodes. A number: the outcome falls by up to 1 over this many last env steps before the
+    limit, env.max_episode_steps (DAPO's soft overlong punishment). `masked`: an episode that is cut off at its limit
+    carries no gradient; its outcome counts in its episode group (DAPO's overlong filtering). None: length does not
+    count."""
     baseline: Literal["none", "group"] = "none"
     """Baseline that is subtracted from an episode's outcome (reinforce): none, or the mean of its episode group."""
     keep_rates: Annotated[tuple[Share, Share], AfterValidator(_ascending)] | None = None
@@ -512,9 +512,9 @@ class OptimConfig(Section):
     """Number of learner processes, among which every minibatch is divided. A plan has its own number. With runtime.mode
     `inline` there is one, and the result is the same."""
     sharding: Literal["auto", "whole", "sharded"] = "auto"
-    """What each of several learner ranks holds: the `whole` policy, or a shard of its parameters, gradients and
-    optimiser state (`sharded`, FSDP2). `auto`: the whole policy if only adapters are trained or the CPU computes, else
-    shards."""
+    """Part of the policy on each of several learner ranks: the `whole` policy, or a shard of its parameters, gradients
+    and optimiser state (`sharded`, FSDP2). `auto`: the whole policy if only adapters are trained or the CPU computes,
+    else shards."""
 
     def fallen(self, step: int, steps: int, schedule: str = "constant") -> float:
         """Share of the learning rate that `lr_schedule` leaves at a step; `schedule` is what None stands for."""
@@ -556,7 +556,8 @@ class SFTConfig(Section):
     """Supervised learning from demonstrations (`embodied sft`)."""
 
     data: tuple[Path, ...] = ()
-    """Datasets in LeRobot's layout, as `embodied record` writes them; typed as `--data`."""
+    """Datasets in LeRobot's layout, as `embodied record` writes them, or Hugging Face names. On the command line it is
+    `--data`."""
     features: Annotated[tuple[FeatureNames, ...], BeforeValidator(_each)] = ()
     """Names of the datasets' features, by the datasets' keys: `{image: observation.images.front, state:
     observation.state, actions: action}`; or the name of a shipped mapping (docs/demonstrations.md). One for all
@@ -576,7 +577,7 @@ class SFTConfig(Section):
     steps: Annotated[int, Field(ge=1)] = 1000
     """Optimiser steps."""
     batch: Annotated[int, Field(ge=1)] = 64
-    """Rows per optimiser step. A row is an env step with the action chunk that begins there. optim.micro_batch divides
+    """Rows per optimiser step. A row is an env step with the action chunk from that step on. optim.micro_batch divides
     it."""
     lr: Annotated[float, Field(gt=0)] = 3e-4
     """Learning rate of the first step. It falls linearly to zero unless `optim.lr_schedule` names another schedule."""

@@ -91,7 +91,7 @@ class FailedWrites:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within, a checkpoint is written, or begun: where that fails, the run goes on."""
+        """Within, a checkpoint is written, or begun; if that fails, the run continues."""
         try:
             yield
         except CheckpointError as error:

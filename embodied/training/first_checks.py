@@ -22,8 +22,8 @@ from sim_farm.client.task_farm import check_division
 
 
 def check_policy(config: Config, resumed: bool = False) -> None:
-    """Check that the policy's kind and the files it is built from exist. A run that is `resumed` has a revision of its
-    own of a Hugging Face name, which is not looked for."""
+    """Check that the policy's kind and the files it is built from exist. A run that is `resumed` has recorded the
+    revision of a Hugging Face name, which is not looked up again."""
     policy = config.policy
     if ":" in policy.kind:  # code, which has to be imported, and says itself what it is built from
         return

@@ -258,7 +258,7 @@ class _Log:
         return time.monotonic() - self.began_s
 
     def save(self) -> None:
-        """Begin to write a checkpoint of what is now. Where that cannot be, the training goes on, and the next is
+        """Begin to write a checkpoint of what is now. If that fails, the training continues, and the next one is
         tried."""
         self.settle()
         state = self.ranks.call_one(0, Imitator.state, self.wall_s)

@@ -35,7 +35,7 @@ class Difference:
     trained: Any
     here: Any
     follows: str
-    """What follows from it, of the policy."""
+    """The policy's settings that follow from it."""
     is_wrong: bool = True
     """True if the policy acts wrongly by it; False: perhaps less well."""
 

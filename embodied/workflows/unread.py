@@ -189,7 +189,7 @@ VERBS = {
     "plan": Reads(_ITERATIONS),
     "compare": Reads((*_ITERATIONS, "name")),
 }
-"""What each command reads that takes settings. A file serves several commands: only what is typed is held against it.
+"""Settings that each command reads. A file serves several commands: only what is typed is held against it.
 What profiles and plans a training run takes that run's settings."""
 
 

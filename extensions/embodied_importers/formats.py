@@ -47,7 +47,7 @@ class ImportRequest:
     source: tyro.conf.Positional[Path]
     """File or folder to convert; its format is found from its contents."""
     out: Path = tyro.MISSING
-    """Folder to write; there must be none of that name."""
+    """Folder to write. It must not exist yet."""
     task: str | None = None
     """`<simulator>/<task>` that the recording is of, where the source does not say it or its name here is another."""
     env: Observations = Observations()
@@ -57,24 +57,24 @@ class ImportRequest:
     """Leave out the actions that do nothing: all elements but the gripper's have a norm below 1e-4, and the gripper's
     equals that of the action before (OpenVLA's filter). The others are executed without them."""
     only_successes: bool = False
-    """Leave out the episodes that do not end solved."""
+    """Leave out episodes that end unsolved."""
     tolerance: float | None = None
     """Largest deviation of a position (m) or joint (rad) from the recording, after any env step. None: the format's
-    own. A recording from another processor, whose kernels round differently, may drift farther in contacts."""
+    default. A recording from another processor, whose kernels round differently, may drift farther in contacts."""
     drift: Literal["leave-out", "correct"] = "leave-out"
     """Treatment of an episode beyond the tolerance. `leave-out` drops it. `correct` replaces each state beyond the
     tolerance by the recorded one, from which the next action continues (not with drop-idle)."""
     fps: int | None = None
-    """Steps per second of an RLDS dataset, which does not say it; None: that of the published datasets whose rate is
-    known (LIBERO, Bridge, RT-1's fractal, DROID)."""
+    """Steps per second of an RLDS dataset, which does not record it. None: the known rate, for published datasets
+    (LIBERO, Bridge, RT-1's fractal, DROID)."""
     action: tuple[str, ...] = ()
     """Features of an RLDS dataset's steps that are joined, in this order, to the action; none: `action`."""
     base: str | None = None
-    """Checkpoint that a training began from, whose shards are converted: a Hugging Face directory, or its name there;
-    None: the folder `huggingface` beside the shards."""
+    """Checkpoint that a training began from, whose shards are converted: a Hugging Face directory, or its Hugging
+    Face name. None: the folder `huggingface` beside the shards."""
     runtime: RuntimeConfig = RuntimeConfig()
     quiet: bool = False
-    """Print results and warnings alone, no progress."""
+    """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
 

@@ -56,7 +56,7 @@ def perturb(policy: Policy, scale: float, seed: int) -> None:
 
 
 def law_shapes_and_dtypes(policy: Policy, inputs: Inputs) -> None:
-    """What `act`, `evaluate` and `value` return has the shapes and dtypes of the contract, and is finite."""
+    """Results of `act`, `evaluate` and `value` have the shapes and dtypes of the contract, and is finite."""
     rows, spec = _rows(inputs), policy.spec
     chunk = (rows, spec.chunk, spec.action_dim)
     action = policy.act(inputs, random_noise(policy, rows, 1))

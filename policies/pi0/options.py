@@ -35,7 +35,7 @@ class Pi0Options:
     """
 
     checkpoint: str = ""
-    """Directory of openpi's or LeRobot's. An adapter's own, if that names a base which is here."""
+    """Directory of openpi's or LeRobot's. An adapter's base, if the adapter names a folder that exists."""
     adapter: str = ""
     """PEFT directory of an adapter of the checkpoint, which is trained further."""
     any_base: bool = False

@@ -2,7 +2,8 @@
 
 The server speaks openpi's protocol (`policies.remote.messages`). One of this project (`embodied serve`) says so in its
 metadata, under `EXTENSION`: then rows that are decided together travel together and are one batch there too, pictures
-travel as they are, and the noise that keys a decision travels with it, so that it is what it would be here.
+travel as they are, and the noise that keys a decision travels with it, so that the decision is the same as in this
+process.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _close(canvas: weakref.ref[Canvas]) -> None:
 @functools.cache
 def platform() -> str:
     """The OpenGL platform of this process, one of `PLATFORMS`; chosen once, as PyOpenGL binds only one. Where the
-    process has a requested device, EGL is told which of its own that is.
+    process has a requested device, EGL gets the number that it has among EGL's devices.
 
     Raises `FarmError` where no platform draws on that device.
     """

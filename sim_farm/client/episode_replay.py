@@ -138,7 +138,7 @@ class Replayer:
         the actions, from the same start, and must end as the whole does. With `only_solved` it must end solved. With
         `goes_on` it begins where the recording of the last such call ended, or that of `pass_through`, as it did when
         its recorder went on in one environment. With `correct` a state beyond the tolerance is no difference: the
-        recorded one takes its place, and the next action goes on from there.
+        recorded one takes its place, from which the next action continues.
         """
         physics = self._going_on() if goes_on else self._physics
         try:

@@ -160,7 +160,7 @@ def ignored_terminations_run_to_the_limit(spec: TaskSpec) -> None:
 
 
 def stepping_past_the_end_is_refused(spec: TaskSpec) -> None:
-    """After the end `step` raises `EpisodeOver`, every time, until a reset makes it go on."""
+    """After the end `step` raises `EpisodeOver`, every time, until it is reset."""
     with physics_of(replace(spec, max_episode_steps=LIMIT)) as physics:
         physics.reset(ONE)
         actions = random_actions(physics.info, LIMIT)
@@ -200,7 +200,7 @@ def results_are_owned(spec: TaskSpec) -> None:
 
 
 def rewards_are_normalised(spec: TaskSpec) -> None:
-    """Dense reward is finite and at most 1 per env step; sparse reward is 1 where solved and 0 elsewhere."""
+    """Dense reward is finite and at most 1 per env step; sparse reward is 1 if the task is solved and else 0."""
     for kind in rewards_of(spec):
         with physics_of(replace(spec, reward=kind)) as physics:
             for seed in range(3):
@@ -236,7 +236,7 @@ def wrong_control_mode_is_refused(spec: TaskSpec) -> None:
 
 
 def impossible_actions_are_refused(spec: TaskSpec) -> None:
-    """Actions of another shape or kind, or not finite, are refused, not broadcast; the episode goes on unharmed."""
+    """Actions of another shape or kind, or not finite, are refused, not broadcast; the episode continues."""
     with physics_of(spec) as physics, physics_of(spec) as other:
         size, actions = physics.info.action_dim, random_actions(physics.info, 6)
         physics.reset(ONE)

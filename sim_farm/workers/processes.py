@@ -121,7 +121,8 @@ class Processes:
         return found
 
     def _drop_ended(self) -> None:
-        """Forget idle processes that have died since they served. One that was asked for a task is told of there."""
+        """Forget idle processes that have died since they served, except one that has been given a task: its death is
+        reported when it is waited for."""
         asked = set(map(id, self._asked.values()))
         for process in [one for one in self._idle if id(one) not in asked and one.ended() is not None]:
             process.end()
