@@ -174,6 +174,8 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     """The arguments as typed data. Defaults of the settings come from the configuration or run that is named."""
     import tyro
 
+    from embodied.config.schema import JOINED
+
     if verb in NAMES_NO_RUN and _given(arguments, "--name"):
         raise UserError(
             f"--name is the name of a run that begins, and `embodied {verb}` begins none: leave it out; "
@@ -182,6 +184,10 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     for (of, option), ours in SPELLED.items():
         if verb == of and any(argument.partition("=")[0] == option for argument in arguments):
             raise UserError(f"`embodied {verb}` has no {option}: type {ours} in its place")
+    options = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    for former, present in JOINED.items():
+        if (option := f"--{former}".replace("_", "-")) in options:
+            raise UserError(f"there is no {option} any more: type --{present.replace('_', '-')} in its place")
     words, options = arguments, dict[str, Any]()
     typed, typed_env = dict[str, list[str]](), dict[str, list[str]]()
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()

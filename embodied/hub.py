@@ -86,6 +86,12 @@ def kept(given: str | Path, recorded: str | Path) -> str:
     return str(recorded if same and not fixed else given)
 
 
+def same_repository(one: object, other: object) -> bool:
+    """True for two names of one repository, whatever their revisions."""
+    names = [Name.parse(name) if isinstance(name, str) else None for name in (one, other)]
+    return None not in names and len({name.repository for name in names if name is not None}) == 1
+
+
 def _folder(text: str, kind: Kind, fetch: bool) -> Path:
     if Path(text).exists():
         return Path(text)

@@ -68,6 +68,21 @@ WORDS = {
     "less than or equal to": "at most",
 }
 """Words of pydantic's messages, and ours in their place."""
+JOINED = {
+    "advantage.mask_truncated": "advantage.overlong masked",
+    "advantage.overlong_margin": "advantage.overlong",
+    "env.start_seeds": "env.init_states seeds:64",
+    "eval.event": "eval.axes",
+    "eval.prompt": "eval.protocol libero-plus-published",
+    "plan.file": "plan.mode",
+    "policy.path": "policy.options.checkpoint",
+    "reward.classifier": "reward.model",
+    "reward.function": "reward.model",
+    "sft.only_successes": "sft.episodes solved",
+    "stop_at_return": "stop_at",
+    "stop_at_success": "stop_at",
+}
+"""Settings of earlier versions that joined another one, which messages name: with its value where that is another."""
 MOST_PROBLEMS = 5
 """Number of mistakes that one message names."""
 
@@ -95,9 +110,11 @@ def _explain(key: str, items: Sequence[Any], known: Sequence[str]) -> str:
     """One mistake: of a setting that may be of several types, what each of them says."""
     item = items[0]
     if item["type"] == "extra_forbidden":
-        return f"unknown key {shown(key)}{nearest(key[:100], list(known))}"
+        hint = f"; it is {JOINED[key]} now" if key in JOINED else nearest(key[:100], list(known))
+        return f"unknown key {shown(key)}{hint}"
     says = " or ".join(dict.fromkeys(_says(item["msg"]) for item in items))
-    return f"{key[:100]}: {says} (got {shown(item['input'])}){_as_a_share(item)}"
+    given = str(item["input"]) if isinstance(item["input"], Path) else item["input"]
+    return f"{key[:100]}: {says} (got {shown(given)}){_as_a_share(item)}"
 
 
 def _says(message: str) -> str:

@@ -131,7 +131,8 @@ def continued(given: Config, run_dir: Path, typed: Collection[str], source: str,
 def _say_untaken(differing: Iterable[Change], run_dir: Path, source: str) -> None:
     """Say which settings of the configuration are others than the run's, which keeps its own."""
     # What a run pins, and where it began, a configuration names otherwise.
-    found = [one for one in differing if one.key not in (CHECKPOINT, "policy.init", "sft.data", "runtime.address")]
+    found = [one for one in differing if one.key not in ("policy.init", "sft.data", "runtime.address")]
+    found = [one for one in found if one.key != CHECKPOINT or not hub.same_repository(one.before, one.now)]
     if not found:
         return
     values = ", ".join(f"{one.key} {shown(one.now)} ({source}: {shown(one.before)})" for one in found)

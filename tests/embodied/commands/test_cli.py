@@ -390,6 +390,8 @@ MISTAKES = {
     "trials": ("eval reach --eval.num-envs 7 --farm.physics-workers 2", "7 environments do not divide into 2 physics"),
     "cluster": ("train reach --cluster gpu:6379", "type --runtime.address in its place"),
     "data": ("sft reach --sft.data demonstrations", "type --data in its place"),
+    "joined": ("train reach --stop-at-success=0.9", "no --stop-at-success any more: type --stop-at in its place"),
+    "joined in a section": ("eval reach --eval.event objects:3@2", "type --eval.axes in its place"),
     "checkpoint": ("train openvla_small --policy.options.checkpoint gone", "policy.options.checkpoint: gone is not a"),
     "path": ("train pi0_small --policy.options.checkpoint not/a/folder", "not/a/folder is not a folder here"),
     "compared": ("compare reach_grpo --env.num-envs 7", "do not make episode groups of 4"),

@@ -113,6 +113,8 @@ def test_a_moved_branch_is_another_commit_and_a_run_keeps_its_own(server: Hub, t
     assert hub.kept("org/tiny", begun) == hub.kept("org/tiny@main", begun) == begun
     assert hub.kept(f"org/tiny@{second}", begun) == f"org/tiny@{second}"
     assert hub.kept("org/other", begun) == "org/other"
+    assert hub.same_repository("org/tiny", begun) and not hub.same_repository("org/other", begun)
+    assert not hub.same_repository("assets/openvla_tiny", None)
 
 
 def test_a_dataset_is_read_from_its_snapshot(server: Hub, cache: Path) -> None:

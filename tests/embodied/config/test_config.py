@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from embodied.config.files import CONFIGS, all_settings, load_config, parse_config, save_config, with_settings
-from embodied.config.schema import Config
+from embodied.config.schema import JOINED, Config
 from embodied.errors import UserError
 
 PINNED_KEYS = Path(__file__).parent / "config_keys.txt"
@@ -142,6 +142,15 @@ def test_every_shipped_configuration_loads_by_its_name(path: Path) -> None:
     config = load_config(path.stem)
     assert config == load_config(str(path))
     assert config != Config(), "it says nothing"
+
+
+def test_a_setting_that_joined_another_is_named_with_that() -> None:
+    for former, present in JOINED.items():
+        *sections, last = former.split(".")
+        data = {sections[0]: {last: "x"}} if sections else {last: "x"}
+        assert f"unknown key '{former}'; it is {present} now" in refusal(data)
+        key = present.partition(" ")[0]
+        assert former not in all_settings() and (key in all_settings() or key.startswith("policy.options."))
 
 
 def test_an_unknown_configuration_is_refused_with_the_nearest_one() -> None:
