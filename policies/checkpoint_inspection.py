@@ -1,7 +1,7 @@
 """Contents of a checkpoint directory: kind, sizes, statistics, processor steps, files beside the weights.
 
-Directories of OpenVLA, OpenVLA-OFT, pi0 and pi0.5 (openpi's layout and LeRobot's), PEFT's adapters, and this project's
-own. Only headers of tensors and small files are read; nothing is built.
+Directories of OpenVLA, OpenVLA-OFT, pi0 and pi0.5 (openpi's layout and LeRobot's), SmolVLA, PEFT's adapters, and this
+project's own. Only headers of tensors and small files are read; nothing is built.
 """
 
 from __future__ import annotations

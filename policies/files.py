@@ -14,7 +14,7 @@ import re
 import shutil
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,13 +125,14 @@ class Shards:
             raise PolicyError(f"no weights in {folder}: neither {INDEX} nor {SINGLE} is there{there}")
         return cls(folder, dict.fromkeys(_names(folder / SINGLE), SINGLE))
 
-    def read(self, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All tensors, on the CPU: exactly those expected, by name and shape; their dtype is the file's.
+    def read(self, expected: Mapping[str, Tensor], unread: Collection[str] = ()) -> dict[str, Tensor]:
+        """All tensors but those `unread`, on the CPU: exactly those expected, by name and shape; their dtype is the
+        file's.
 
         Raises `PolicyError` before a tensor is used if a file is missing, damaged or no safetensors file, if a
         tensor is missing, not expected, of another shape or not finite, or if the index and the files disagree.
         """
-        _check_names(self.folder, set(self.files), set(expected))
+        _check_names(self.folder, self.files.keys() - set(unread), set(expected))
         by_file: dict[str, list[str]] = defaultdict(list)
         for name, file in self.files.items():
             by_file[file].append(name)
@@ -143,6 +144,7 @@ class Shards:
                 name = min(stored ^ set(names))
                 where = "is in the index, but not in it" if name in names else "is in it, but not in the index"
                 raise PolicyError(f"{path} and the index disagree: {name!r} {where}")
+            names = [name for name in names if name in expected]
             tensors = _tensors(path, names)
             check_shapes(self.folder, tensors, {name: expected[name] for name in names})
             check_finite(path, tensors)

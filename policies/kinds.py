@@ -14,6 +14,7 @@ KINDS = {
     "flow": "policies.small.flow:FLOW",
     "gaussian_mlp": "policies.small.gaussian_mlp:GAUSSIAN_MLP",
     "pi0": "policies.pi0.kind:PI0",
+    "smolvla": "policies.smolvla.kind:SMOLVLA",
     "openvla": "policies.openvla.kinds:OPENVLA",
     "openvla_oft": "policies.openvla.kinds:OPENVLA_OFT",
     "random": "policies.scripted.random_actions:RANDOM",

@@ -45,6 +45,10 @@ class PolicyFormat:
         the assumption and the option that changes it."""
         return ()
 
+    def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
+        """What a user should know of executing `chunk` actions of each decision in these tasks: a sentence for each."""
+        return ()
+
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Conventions of the environment (`orientation`, `gripper`) that the policy converts itself: the option that
         does it, and the convention that it converts from. With another one the network would see or do what it was

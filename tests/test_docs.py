@@ -210,7 +210,9 @@ def test_the_readme_s_parts_of_one_s_own_train(
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("pi0", "pi0.md"), ("openvla_oft", "openvla.md")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("pi0", "pi0.md"), ("smolvla", "lerobot.md"), ("openvla_oft", "openvla.md")]
+)
 def test_every_option_of_a_policy_is_explained(kind: str, name: str) -> None:
     text = (ROOT / "docs" / name).read_text()
     options = set(arguments_of(policy_kind(kind))) - {"weights"}  # that one `policies.load` sets

@@ -162,7 +162,8 @@ def check_policy(config: Config) -> None:
     kind, architecture = config.policy.kind, config.policy.architecture
     _check_options(kind, architecture)
     form = registry.policy_kind(kind).format
-    for sentence in form.assumed(architecture):
+    tasks = [task.env.task for task in tasks_of(config)]
+    for sentence in (*form.assumed(architecture), *form.chunk_notes(architecture, config.policy.chunk, tasks)):
         _say(sentence)
     for setting, (option, wanted) in form.converts(architecture).items():
         for task in tasks_of(config):

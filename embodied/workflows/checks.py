@@ -44,8 +44,8 @@ def _check_contrast(config: Config, recipe: Recipe) -> None:
         if not policy_kind(config.policy.kind).format.contrasts(config.policy.architecture):
             raise UserError(
                 f"the workflow {config.workflow} contrasts the velocities of one drawn step, which the policy "
-                f"{config.policy.kind} has not as it is: take a flow policy (flow, pi0) that scores one step of a "
-                "decision, or another workflow"
+                f"{config.policy.kind} has not as it is: take a flow policy (flow, pi0, smolvla) that scores one step "
+                "of a decision, or another workflow"
             )
         if config.loss.ratio_unit != "action":
             raise UserError(

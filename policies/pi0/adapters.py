@@ -6,20 +6,17 @@ Names in an adapter's file are those of the checkpoint's project: PEFT wraps LeR
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import nn
 
 from policies import lora
 from policies.contract import PolicyError
-from policies.files import ADAPTER, ADAPTER_CONFIG
+from policies.flow_vla import adapters
+from policies.flow_vla.adapters import LAYER, VISION_LAYER
 from policies.pi0.config import Layout
 from policies.pi0.network import UNUSED, Pi0Network, own_name, stored_name
 
 PARTS = ("vlm", "expert", "vision")
-LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 
 
 def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -> None:
@@ -34,66 +31,21 @@ def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -
 
 
 def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -> None:
-    """Freeze the network and hang the adapter of a PEFT directory on it, each layer with its rank and scale.
+    """Freeze the network and hang the adapter of a PEFT directory on it, of openpi's names or LeRobot's.
 
-    Raises `PolicyError` where it has tensors of no layer here, and, unless `any_base` is given, if it is of another
-    base, or was merged into this one already.
+    Raises `PolicyError` as `policies.flow_vla.adapters.attach_saved` does.
     """
-    config, tensors = lora.read_adapter_config(folder), lora.read_adapter_file(folder)
-    modules = {_module(name): name.rsplit(".lora_", 1)[0] for name in tensors}
-    if 2 * len(modules) != len(tensors):
-        raise PolicyError(f"{folder / ADAPTER} has half an adapter, or one twice under names of several layouts")
-    known = {name: module for name, module in network.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
-    unused = UNUSED.removesuffix(".weight")
-    strange = sorted(modules.keys() - known.keys() - {unused})
-    if strange or not modules.keys() & known.keys():
-        what = f"it adapts {modules[strange[0]]!r}, which this model has not" if strange else "it adapts nothing of it"
-        raise PolicyError(f"{folder} is an adapter of another base: {what}")
-    layout: Layout = "lerobot" if all(name.startswith("model.") for name in modules.values()) else "openpi"
-    linear = {name: _named(name, layout) for name, module in known.items() if isinstance(module, nn.Linear)}
-    lora.check_whole(folder, config, (_named(name, layout) for name in modules), linear.values())
-    adapted = sorted(modules.keys() & known.keys())
-    ranks, alphas = (
-        {name: _setting(config, modules[name], *keys) for name in adapted}
-        for keys in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    lora.read_adapter_config(folder)
+    of_lerobot = all(name.startswith("model.") for name in lora.read_adapter_file(folder))
+    layout: Layout = "lerobot" if of_lerobot else "openpi"
+    adapters.attach_saved(
+        network,
+        folder,
+        own_name=own_name,
+        stored_name=lambda name: stored_name(name, layout),
+        unused=UNUSED.removesuffix(".weight"),
+        any_base=any_base,
     )
-    shared: dict[str, Any] = {n: config[n] for n in ("r", "lora_alpha", "use_rslora", "peft_type") if n in config}
-    named = {name: _named(name, network.layout) for name in adapted}
-    renamed = {
-        **shared,
-        "target_modules": sorted(named.values()),
-        "rank_pattern": {named[name]: rank for name, rank in ranks.items()},
-        "alpha_pattern": {named[name]: alpha for name, alpha in alphas.items()},
-    }
-    if not any_base:
-        lora.check_not_merged(network, folder, renamed, {network.adapter_name(n): t for n, t in tensors.items()})
-        lora.check_base(network, folder, config)
-    targets = {"target_modules": adapted, "rank_pattern": ranks, "alpha_pattern": alphas}
-    try:
-        lora.attach(network, shared | targets)
-    except PolicyError as error:
-        raise PolicyError(f"{folder / ADAPTER_CONFIG}: {error}") from error
-    network.unused_adapter = {network.adapter_name(n): t for n, t in tensors.items() if _module(n) == unused}
-    network.adapter_config = renamed
-    lora.load_adapter(network, folder, any_base=any_base)
-
-
-def _named(module: str, layout: Layout) -> str:
-    """A module's name in a checkpoint."""
-    return stored_name(f"{module}.weight", layout).removesuffix(".weight")
-
-
-def _module(name: str) -> str:
-    """The network's module of an adapter's stored tensor."""
-    return own_name(name.rsplit(".lora_", 1)[0] + ".").removesuffix(".")
-
-
-def _setting(config: Mapping[str, Any], module: str, pattern: str, otherwise: str) -> Any:
-    """Rank or alpha of a layer, by the name under which it was trained."""
-    from peft.utils.other import get_pattern_key
-
-    said = config.get(pattern) or {}
-    return said.get(get_pattern_key(list(said), module), config.get(otherwise, 8))
 
 
 def _targets(network: Pi0Network, parts: Sequence[str], named: Callable[[str], str]) -> str:
@@ -111,5 +63,5 @@ def _targets(network: Pi0Network, parts: Sequence[str], named: Callable[[str], s
     if "expert" in parts:
         every.append(rf"{prefix('mixture.expert.')}layers\.\d+\.{LAYER}")
     if "vision" in parts:
-        every.append(rf"{prefix('vision.')}encoder\.layers\.\d+\.(self_attn\.(q|k|v|out)_proj|mlp\.fc[12])")
+        every.append(rf"{prefix('vision.')}{VISION_LAYER}")
     return "|".join(every)

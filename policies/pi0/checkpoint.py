@@ -1,10 +1,5 @@
 """Checkpoints of pi0 and pi0.5, openpi's directories and LeRobot's: found, compared with the task, read and written.
 
-    weights       config.json with the network's sizes, safetensors
-    adapter       adapter_config.json, adapter_model.safetensors (PEFT's layout), if there is one
-    described     config.json, processors or statistics: the adapter's folder where it has them (LeRobot's `use_peft`),
-                  else that of the weights
-
 All that lies there is used, or is known to be of no meaning. The token embedding is stored once, as its tied `lm_head`.
 The expert's `lm_head` is in every checkpoint and has no part in anything: it is kept aside, and written again. A policy
 that is saved here adds `units.safetensors`.
@@ -13,13 +8,24 @@ that is saved here adds `units.safetensors`.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from policies.checkpoint_folders import (
+    EXTRAS,
+    NORM_STATS,
+    PASSED_FOLDERS,
+    check_adapter_is_named,
+    check_all_is_read,
+    find_folders,
+    is_random,
+    own_files,
+    weight_files,
+)
 from policies.contract import PolicyError
 from policies.files import (
     ADAPTER,
@@ -28,14 +34,14 @@ from policies.files import (
     INDEX,
     SINGLE,
     Shards,
-    check_no_shards,
-    checked,
     read_json,
     shown,
     write_json,
     write_tensors,
 )
-from policies.kinds import check_folders
+from policies.flow_vla.options import DTYPES
+from policies.lerobot.buffers import BUFFERS
+from policies.lerobot.processors import POST, PRE, Processors, StateWords, Tokenizer, read_processors
 from policies.lora import merged_state
 from policies.pi0.config import (
     ARCHITECTURE,
@@ -48,25 +54,12 @@ from policies.pi0.config import (
     read_sizes,
 )
 from policies.pi0.inputs import TOKENIZER
-from policies.pi0.network import PALIGEMMA, STATISTICS, UNUSED, Pi0Network, dtype_of, own_name, stored_name
-from policies.pi0.processors import ACTION, POST, PRE, STATE, Feature, Processors, read_processors
+from policies.pi0.network import PALIGEMMA, UNUSED, Pi0Network, dtype_of, own_name, stored_name
 from policies.pi0.sizes import draw_weights
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
 
-EXTRAS = "units.safetensors"
-"""File of a saved policy beside the checkpoint's weights."""
-NORM_STATS = "norm_stats.json"
-JUDGED = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".pkl", ".msgpack")
-"""Endings of files that may have trained numbers, or say how these are used. Texts, pictures and logs have none."""
-PASSED = {
-    "train_config.json", "import.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "eval_info.json", "eval_results.json", "metrics.json", "all_results.json", "train_results.json",
-    "optimizer.pt", "scheduler.pt", "metadata.pt", "training_args.bin", "trainer_state.json", "rng_state.pth",
-}  # fmt: skip
-"""Files that are known and not read: how it was trained and judged, with which optimiser, and forms of the tokenizer in
-which `tokenizer.model` is too."""
-PASSED_FOLDERS = {"training_state", "tokenizer", "optimizer", "__pycache__"}
+TOKENIZERS = "google/paligemma-"
+"""Beginning of the names of tokenizers that are one: PaliGemma's."""
 
 
 @dataclass(frozen=True)
@@ -98,83 +91,46 @@ def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources
 
     Raises `PolicyError` if a folder is missing or lacks something, and for weight files that no option reads.
     """
-    if saved:
-        if is_adapter(Path(saved)):
-            adapter = saved if adapter else ""
-        else:
-            checkpoint, adapter = saved, ""
-    elif not checkpoint:
-        raise PolicyError("pi0 needs a checkpoint: set policy.options.checkpoint to its directory")
-    weights, hung = Path(checkpoint), Path(adapter).resolve() if adapter else None
-    check_folders({"checkpoint": checkpoint, "adapter": adapter})
-    weights = weights.resolve()
-    if hung is None and is_adapter(weights) and not _has_weights(weights):
-        weights, hung = _base_of(weights), weights
-    if hung is not None and not is_adapter(hung):
-        raise PolicyError(f"policy.options.adapter: {hung} has no {ADAPTER_CONFIG}: name a folder in PEFT's layout")
-    described = hung if hung is not None and _describes(hung) else weights
-    raw = read_json(weights / CONFIG)
-    if not is_random(weights):
-        Shards.find(weights)
+    found = find_folders("pi0", checkpoint, adapter, saved)
+    weights, hung, described = found.weights, found.adapter, found.described
+    raw, config = read_json(weights / CONFIG), read_json(described / CONFIG)
     layout = layout_of(weights, raw)
-    config = read_json(described / CONFIG)
     if layout_of(described, config) != layout:
         raise PolicyError(f"{described / CONFIG} is of another project than {weights / CONFIG}")
     for folder, said in ((weights, raw), (described, config)):
         check_entries(folder / CONFIG, said, layout)
-    if config.get("use_peft") and hung is None:
-        raise PolicyError(
-            f"{described / CONFIG}: use_peft is true, and no {ADAPTER_CONFIG} is there: set policy.options.adapter to "
-            "the adapter's folder, or use_peft to false if it was merged into the weights"
-        )
-    processors = read_processors(described, config) if layout == "lerobot" else None
+    check_adapter_is_named(found)
+    processors = None
+    if layout == "lerobot":
+        processors = read_processors(described, config)
+        _check_words(processors, config)
     sources = Sources(weights, hung, described, config, processors)
     for folder in {weights, described, *([hung] if hung is not None else [])}:
         _check_files(sources, folder, ours=bool(saved))
     return sources
 
 
-def is_adapter(folder: Path) -> bool:
-    """True if a folder has an adapter in PEFT's layout."""
-    return (folder / ADAPTER_CONFIG).is_file()
-
-
-def is_random(folder: Path) -> bool:
-    """True if the folder has no weights, and says from which seed they are drawn."""
-    return RANDOM_WEIGHTS in read_json(folder / CONFIG) and not _has_weights(folder)
-
-
-def _has_weights(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (INDEX, SINGLE))
-
-
-def _base_of(adapter: Path) -> Path:
-    """The folder that an adapter names as its base."""
-    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if isinstance(named, str) and named and "\0" not in named and len(named) < 1000 and Path(named).is_dir():
-        return Path(named).resolve()
-    raise PolicyError(
-        f"{adapter} is an adapter, and its base {shown(named)} is not a folder here: set policy.options.checkpoint to "
-        f"a copy of the base, and policy.options.adapter to {adapter}"
-    )
-
-
-def _describes(adapter: Path) -> bool:
-    """True if an adapter's folder says, too, what its inputs and outputs are."""
-    if not (adapter / CONFIG).is_file():
-        if (adapter / PRE).exists() or (adapter / POST).exists() or any(adapter.rglob(NORM_STATS)):
-            raise PolicyError(f"{adapter} has processors or statistics and no {CONFIG}: copy the base's there")
-        return False
-    return read_json(adapter / CONFIG).keys() >= {"type"} or "action_horizon" in read_json(adapter / CONFIG)
+def _check_words(found: Processors, raw: Mapping[str, Any]) -> None:
+    """The prompt is that of the model which config.json says, and as long."""
+    step, tokenizer = found.needed(PRE, "tokenizer_processor", Tokenizer)
+    name = tokenizer.tokenizer_name
+    if name is not None and not name.startswith(TOKENIZERS) and name != "tokenizer":
+        raise PolicyError(f"{step}: tokenizer_name is {shown(name)}; known are PaliGemma's ({TOKENIZERS}...)")
+    if raw.get("type") == "pi05":
+        found.needed(PRE, "pi05_prepare_state_tokenizer_processor_step", StateWords)
+    elif not any(s.name.endswith("new_line_processor") and s.place < step.place for s in found.steps[PRE]):
+        raise PolicyError(f"{step}: no pi0_new_line_processor comes before it, and prompts of pi0 end in a new line")
+    other = next((s for s in found.steps[PRE] if s.name.endswith("new_line_processor")), None)
+    words = found.one(PRE, StateWords)
+    if raw.get("type") == "pi05" and other is not None:
+        raise PolicyError(f"{other}: prompts of pi0.5 have their state, and no further line")
+    if raw.get("type") == "pi0" and words is not None:
+        raise PolicyError(f"{words[0]}: prompts of pi0 have no state")
 
 
 def _check_files(sources: Sources, folder: Path, ours: bool) -> None:
     """Raise `PolicyError` for a file that may have trained numbers, and is neither read nor known to be of none."""
-    read = {folder / name for name in (CONFIG, INDEX, SINGLE)}
-    if folder == sources.weights and (folder / INDEX).exists():
-        read |= {folder / name for name in Shards.find(folder).files.values()}
-        if (folder / SINGLE) not in {folder / name for name in Shards.find(folder).files.values()}:
-            read -= {folder / SINGLE}
+    read = weight_files(folder) if folder == sources.weights else {folder / name for name in (CONFIG, INDEX, SINGLE)}
     if folder == sources.adapter:
         read |= {folder / ADAPTER, folder / ADAPTER_CONFIG}
     if folder != sources.described:
@@ -182,128 +138,23 @@ def _check_files(sources: Sources, folder: Path, ours: bool) -> None:
         read |= {folder / PRE, folder / POST, *folder.glob("policy_*processor_step_*.safetensors")}
     elif sources.processors is not None:
         read |= {folder / PRE, folder / POST, *sources.processors.state_files}
+    if sources.layout == "openpi" or folder != sources.described:
+        read |= set(folder.rglob(NORM_STATS))
     if ours:
         read |= {folder / EXTRAS}
-    check_no_shards(folder)
-    for path in own_files(folder):
-        statistics = path.name == NORM_STATS and (sources.layout == "openpi" or folder != sources.described)
-        if path in read or statistics or path.name in PASSED or path.suffix not in JUDGED or path.name.startswith("."):
-            continue
-        raise PolicyError(f"{path} is there, and nothing reads it: {_way(path)}")
+    check_all_is_read(folder, read, PASSED_FOLDERS, _way)
 
 
-def own_files(folder: Path) -> Iterator[Path]:
-    """The files of a checkpoint: but for hidden folders, those that are known and not read, checkpoints of their own
-    within it, and links to other folders, which may lead back."""
-    for path in sorted(folder.iterdir()):
-        if not path.is_dir():
-            yield path
-        elif not (path.name.startswith(".") or path.name in PASSED_FOLDERS or path.is_symlink() or _is_whole(path)):
-            yield from own_files(path)
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and _has_weights(folder)
-
-
-def _way(path: Path) -> str:
-    if path.name in (ADAPTER, ADAPTER_CONFIG, "adapter_model.bin"):
-        return (
-            f"set policy.options.adapter to {path.parent} if it is to be added to the weights, or move it away if it "
-            "was merged into them"
-        )
-    if path.name == EXTRAS:
-        return "the folder is of a policy that this project saved; embodied export writes a checkpoint of it"
+def _way(path: Path) -> str | None:
     if path.name == NORM_STATS:
         return "statistics of LeRobot's policies are in their processors; move it away if these are right"
-    return "move it away if the policy was trained without it"
-
-
-# --- a LeRobot directory beside the task: cameras by name, numbers by count
-
-IMAGES, EMPTY = "observation.images.", "observation.images.empty_camera_"
-
-
-def check_numbers(sources: Sources, action_dim: int, proprio_dim: int) -> None:
-    """Raise `PolicyError` unless the checkpoint's actions and states have the task's sizes.
-
-    Base checkpoints give the sizes with padding, which fit any robot.
-    """
-    wanted = (("output_features", ACTION, action_dim, "max_action_dim"),
-              ("input_features", STATE, proprio_dim, "max_state_dim"))  # fmt: skip
-    for part, key, here, most in wanted:
-        feature = _features(sources, part).get(key)
-        if feature is None or not here:
-            continue
-        said, filled = feature.shape, sources.config.get(most, 32)
-        if said not in ([here], [filled]):
-            raise PolicyError(
-                f"{sources.described / CONFIG}: {part} has {key} of {said}, and the task's has {here} numbers: take a "
-                "checkpoint of this robot, or choose numbers with policy.options.transforms"
-            )
-
-
-def ordered_cameras(sources: Sources, cameras: tuple[str, ...]) -> tuple[str, ...]:
-    """The task's cameras in the order in which the checkpoint reads its own. Cameras of other names are in the task's
-    order: the first is the checkpoint's first.
-
-    Raises `PolicyError` where the checkpoint has fewer, or knows some of the names and not the others.
-    """
-    said = _features(sources, "input_features")
-    known = [key for key, feature in said.items() if feature.type == "VISUAL" and not key.startswith(EMPTY)]
-    if not known:
-        return cameras
-    if len(cameras) > len(known):
-        raise PolicyError(
-            f"{sources.described / CONFIG}: the checkpoint reads {len(known)} cameras ({', '.join(known)}), the task "
-            f"gives {', '.join(cameras)}: set env.cameras to as many"
-        )
-    found = {camera: _name(sources, camera, known) for camera in cameras}
-    if not any(found.values()):
-        return cameras
-    lost = [camera for camera, key in found.items() if key is None]
-    if lost:
-        named = ", ".join(f"{camera} is {key}" for camera, key in found.items() if key is not None)
-        raise PolicyError(
-            f"{sources.described / PRE}: the checkpoint knows the camera {named}, and has none for {lost[0]!r}: it "
-            f"reads {', '.join(known)}. Name all of them in rename_map, or none"
-        )
-    if len(set(found.values())) < len(cameras):
-        raise PolicyError(
-            f"{sources.described / PRE}: two of the task's cameras are one of the checkpoint's: "
-            + ", ".join(f"{camera} is {key}" for camera, key in found.items())
-        )
-    return tuple(sorted(cameras, key=lambda camera: known.index(str(found[camera]))))
-
-
-def _name(sources: Sources, camera: str, known: list[str]) -> str | None:
-    """The checkpoint's name of a camera. Raises `PolicyError` where it is renamed to one that is not read."""
-    assert sources.processors is not None, "LeRobot's"
-    for key in (f"{IMAGES}{camera}", f"observation.{camera}", camera):
-        new = sources.processors.renamed(key)
-        if new in known:
-            return new
-        if new != key:
-            raise PolicyError(
-                f"{sources.described / PRE}: rename_map makes {shown(new)} of the camera {camera!r}, which the "
-                f"checkpoint does not read: input_features in {CONFIG} has {', '.join(known)}"
-            )
     return None
-
-
-def _features(sources: Sources, part: str) -> dict[str, Feature]:
-    """config.json's `input_features` or `output_features`, in their order."""
-    path, said = sources.described / CONFIG, sources.config.get(part) or {}
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
-        raise PolicyError(f"{path}: {part} is {shown(said)} in place of features by name")
-    return {key: checked(path, Feature, each) for key, each in said.items()}
 
 
 # --- the network, read and written
 
 ADAPTIVE = "time_mlp_in.weight"
 """A tensor that pi0.5 alone has."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COPIED = ("*.json", "*.model", "*.md", "policy_*processor_step_*.safetensors")
 """Files that go with the weights wherever these go."""
 LEFT = (INDEX, CONFIG, ADAPTER_CONFIG)
@@ -348,14 +199,14 @@ def read_weights(folder: Path, network: Pi0Network) -> dict[str, torch.Tensor]:
 
 def _read(shards: Shards, network: Pi0Network) -> dict[str, torch.Tensor]:
     """All of the files' tensors by the network's names, and `UNUSED`."""
-    weights = {name: own_name(name) for name in shards.files if not STATISTICS.match(name)}
+    weights = {name: own_name(name) for name in shards.files if not BUFFERS.match(name)}
     names = {own: stored for stored, own in weights.items()}
     if len(names) < len(weights):
         raise PolicyError(f"{shards.folder} holds a tensor more than once, under names of several layouts")
     unused = torch.empty(network.sizes.vocab_size, network.sizes.expert.width, device="meta")
     expected = network.state_dict() | {UNUSED: unused}
     wanted = {names.get(own, own): tensor for own, tensor in expected.items()}
-    found = shards.read(wanted | shards.empty(name for name in shards.files if STATISTICS.match(name)))
+    found = shards.read(wanted, unread=[name for name in shards.files if BUFFERS.match(name)])
     return {own: found[names.get(own, own)] for own in expected}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from policies.contract import PolicyError
 from policies.files import read_json, shown
+from policies.lerobot.config import check_known_entries
 from policies.pi0.mixture import StackSizes
 from policies.random_weights import RANDOM_WEIGHTS
 
@@ -158,25 +159,8 @@ def layout_of(folder: Path, raw: Mapping[str, Any]) -> Layout:
 def check_entries(path: Path, raw: Mapping[str, Any], layout: Layout) -> None:
     """Raise `PolicyError` for an entry that asks for what is not done here, and for one that is not known unless it is
     off: false, null, 0 or empty."""
-    known = OURS | READ[layout]
-    for name, value in raw.items():
-        if layout == "lerobot" and name in FIXED:
-            if value is not None and value != FIXED[name]:
-                raise PolicyError(
-                    f"{path}: {name} is {shown(value)}, and only {FIXED[name]} is applied here: run it with LeRobot, "
-                    "or take a checkpoint that was trained without it"
-                )
-        elif name not in known and not name.startswith(PASSED[layout]) and value not in (None, False, 0, "", [], {}):
-            raise PolicyError(
-                f"{path}: {shown(name)} is {shown(value, 300)}, an entry that is not known here; take it out if no "
-                "picture, state or action depends on it"
-            )
-    rtc = raw.get("rtc_config")
-    if layout == "lerobot" and rtc and not (isinstance(rtc, dict) and not rtc.get("enabled", True)):
-        raise PolicyError(
-            f"{path}: rtc_config is {shown(rtc)}, and chunks are not blended into each other here: set it to null to "
-            "act without"
-        )
+    fixed = FIXED if layout == "lerobot" else {}
+    check_known_entries(path, raw, OURS | READ[layout], PASSED[layout], fixed)
 
 
 def _vision(folder: Path, raw: Mapping[str, Any], own: Any) -> VisionSizes:

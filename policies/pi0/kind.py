@@ -9,35 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from policies import lora
-from policies.denoising import PICKING
-from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, check_tensors, read_tensors, write_tensors
-from policies.pi0.checkpoint import (
-    EXTRAS,
-    find_sources,
-    is_adaptive,
-    is_random,
-    read_weights,
-    save_description,
-    save_directory,
-)
-from policies.pi0.normalisation import (
-    DEMONSTRATIONS,
-    RobotUnits,
-    dataset_of,
-    identity,
-    normalisations,
-    openpi_default,
-    openpi_statistics,
-    write_lerobot,
-    write_openpi,
-)
+from policies.checkpoint_folders import EXTRAS, is_random
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, write_tensors
+from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat, extras
+from policies.lerobot.statistics import write_lerobot
+from policies.pi0.checkpoint import find_sources, is_adaptive, read_weights, save_description, save_directory
+from policies.pi0.normalisation import dataset_of, normalisations, openpi_default, openpi_statistics, write_openpi
 from policies.pi0.options import AUTO, Pi0Options
 from policies.pi0.policy import Pi0
-from policies.policy_kind import PolicyFormat, PolicyKind
+from policies.policy_kind import PolicyKind
 from policies.transforms import Differences, Transforms
+from policies.units import DEMONSTRATIONS, RobotUnits, identity
 
 
-class Pi0Format(PolicyFormat):
+class Pi0Format(FlowVLAFormat):
     """The layout of the checkpoint's, openpi's or LeRobot's; an adapter alone in PEFT's; the units beside either."""
 
     def check_files(self, architecture: Mapping[str, Any]) -> None:
@@ -86,15 +71,12 @@ class Pi0Format(PolicyFormat):
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("type") in ("pi0", "pi05") or ("type" not in config and "action_horizon" in config)
 
-    def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
-        return Transforms(architecture.get("transforms", ())).conventions()
-
     def statistics_name(self, architecture: Mapping[str, Any]) -> str | None:
         name = architecture.get("asset") or dataset_of(Path(architecture.get("checkpoint", "")))
         return None if name == DEMONSTRATIONS else name
 
-    def contrasts(self, architecture: Mapping[str, Any]) -> bool:
-        return architecture.get("scored", "one") in PICKING
+    def read_network(self, policy: Pi0, folder: Path) -> dict[str, Tensor]:
+        return read_weights(folder, policy.network)
 
     def export(self, policy: Pi0, folder: Path) -> None:
         """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
@@ -118,41 +100,14 @@ class Pi0Format(PolicyFormat):
             for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
                 (folder / name).unlink(missing_ok=True)
             save_directory(policy.network, policy.source, folder, policy.config, ours=True)
-        write_tensors(folder / EXTRAS, _extras(policy))
-
-    def read(self, policy: Pi0, folder: Path) -> dict[str, Tensor]:
-        network = policy.network
-        if policy.adapted:
-            weights = lora.read_adapter(network, folder)
-            lora.check_scaling(network, folder)
-        else:
-            weights = read_weights(folder, network)
-        extras, expected = read_tensors(folder / EXTRAS), _extras(policy)
-        # How steps are drawn may differ, and with it whether a network for that was learned.
-        if any(name.startswith("noise_net.") for name in extras) != (policy.noise_net is not None):
-            extras, expected = ({n: t for n, t in of.items() if n.startswith("units.")} for of in (extras, expected))
-        check_tensors(folder / EXTRAS, extras, expected)
-        return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
-
-    def restore_arguments(self, folder: Path) -> dict[str, Any]:
-        return {"weights": str(folder)}
-
-
-def _extras(policy: Pi0) -> dict[str, Tensor]:
-    """Tensors that no community's layout has a place for, by the policy's names."""
-    parts = {"units": policy.units, "noise_net": policy.noise_net}
-    return {f"{n}.{k}": t for n, part in parts.items() if part is not None for k, t in part.state_dict().items()}
+        write_tensors(folder / EXTRAS, extras(policy))
 
 
 PI0 = PolicyKind(
     Pi0,
     Pi0Options,
     Pi0Format(),
-    incidental=frozenset(
-        {"checkpoint", "adapter", "any_base", "normalisation", "steps", "noise_level", "start_noise", "scored",
-         "step_reduction", "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
-         "spec.horizon"}
-    ),
+    incidental=INCIDENTAL | {"normalisation"},
     pretrained=True,
     predicts_more=True,
-)  # fmt: skip
+)

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from policies.flow_vla.network import Cache
+
 EPS = 1e-6
 """Epsilon of all norms."""
 ROTATION_BASE = 10_000.0
@@ -40,14 +42,6 @@ class StackSizes:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Keys, rotated, and values of the prefix, for each layer [B, K, L, D]. A suffix pass reads them."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
 
 
 class Norm(nn.Module):
@@ -206,18 +200,6 @@ class Mixture(nn.Module):
             ]
         ends = [stack.norm(x, condition)[0] for stack, x, condition in zip(stacks, found, conditions, strict=True)]
         return ends, kept
-
-
-def blocks_seen(present: Tensor, begins: Tensor) -> Tensor:
-    """Mask of the tokens that each token sees, bool [B, L, L] as [query, key]: those `present` (bool [B, L]) in its own
-    block and the blocks before it. A block begins where `begins` bool [L] is True; an absent token sees nothing."""
-    block = begins.cumsum(0)
-    return (block[None, :] <= block[:, None])[None] & present[:, None, :] & present[:, :, None]
-
-
-def positions_of(present: Tensor) -> Tensor:
-    """int64 [B, L]: the number of tokens that are present before each, so that absent ones add nothing."""
-    return present.long().cumsum(1) - 1
 
 
 def _rms_normed(x: Tensor) -> Tensor:

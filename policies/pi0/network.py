@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from policies.flow_vla.network import FlowNetwork, Observation, Prefix, blocks_seen, one_block, positions_of
 from policies.layers import time_embedding
-from policies.lora import AdaptedModel
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
-from policies.pi0.mixture import Cache, Mixture, blocks_seen, positions_of
+from policies.pi0.mixture import Mixture
 from policies.torchvision_operators import import_torchvision
 
 DIGESTED = (
@@ -34,34 +34,7 @@ DIGESTED = (
 """Tensors of the network that identify it: any fine-tuning changes at least one of them."""
 
 
-@dataclass(frozen=True)
-class Observation:
-    """Preprocessed inputs of the network."""
-
-    pixels: Tensor
-    """[B, I, 3, S, S] in -1..1. Absent cameras come after those that are present; they may be left out."""
-    present: Tensor
-    """[B, I] bool: images of absent cameras keep their tokens, which nothing sees."""
-    tokens: Tensor
-    """[B, L] int64, the prompt, filled up."""
-    counted: Tensor
-    """[B, L] bool: the tokens that are the prompt's."""
-    state: Tensor
-    """[B, A] float32, normalised, filled up with zeros. pi0.5 has it in the prompt, if at all."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Keys and values of images and prompt, for a suffix pass."""
-
-    cache: Cache
-    present: Tensor
-    """[B, P] bool."""
-    hidden: Tensor
-    """[B, P, W], the vision-language model's outputs. Those of absent tokens mean nothing."""
-
-
-class Pi0Network(AdaptedModel):
+class Pi0Network(FlowNetwork):
     """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding`.
 
     `stored_name` gives their names in a checkpoint.
@@ -124,8 +97,8 @@ class Pi0Network(AdaptedModel):
     def prefix(self, seen: Observation) -> Prefix:
         """One pass over images and prompt; each token sees all tokens that are present."""
         x, present = self.embed_prefix(seen)
-        one_block = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device)
-        hidden, cache = self.mixture.prefix(x, positions_of(present), blocks_seen(present, one_block))
+        seen_by = blocks_seen(present, one_block(x.shape[1], x.device))
+        hidden, cache = self.mixture.prefix(x, positions_of(present), seen_by)
         return Prefix(cache, present, hidden)
 
     # --- the suffix
@@ -215,8 +188,6 @@ KEPT = re.compile(
     r"(action_|state_|time_|vision\.embeddings\.|mixture\.(vlm|expert)\.(layers\.\d+\.\w+layernorm|norm)\.)"
 )
 """Beginnings of the network's names that openpi keeps in 32 bits (gemma_pytorch.py)."""
-STATISTICS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
-"""LeRobot's checkpoints of mid-2025 have statistics among the weights."""
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

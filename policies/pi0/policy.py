@@ -1,131 +1,36 @@
-"""pi0 and pi0.5 as a policy: a chunk is the result of an integration; some of its steps are sampled and scored.
-
-Flow-noise, the learned deviation of a drawn step, is a small separate network.
-"""
+"""pi0 and pi0.5 as a policy, from openpi's and LeRobot's checkpoints."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from policies.capabilities import Normalised
-from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
-from policies.cuda_graphs import replayed, replaying
-from policies.denoising import Denoising, Draws, Field, stacked
+from policies.contract import PolicyError, PolicySpec
 from policies.files import CONFIG, shown
-from policies.layers import checked_noise, counted_mean, mlp, only_counted
-from policies.lora import AdaptedModel, AdaptedPolicy
+from policies.flow_vla.policy import FlowVLA, LearnedTimes, with_relative
+from policies.lerobot.features import check_numbers, ordered_cameras
+from policies.lerobot.processors import ACTION, STATE
+from policies.lerobot.statistics import read_lerobot
 from policies.pi0.adapters import attach, attach_saved
-from policies.pi0.checkpoint import (
-    Sources,
-    check_numbers,
-    find_sources,
-    load_network,
-    ordered_cameras,
-)
+from policies.pi0.checkpoint import find_sources, load_network
 from policies.pi0.config import with_horizon
 from policies.pi0.inputs import BLACK, OF_LEROBOT_04, Prompts, pixel_values
-from policies.pi0.mixture import Cache
-from policies.pi0.network import Observation, Prefix
-from policies.pi0.normalisation import (
-    DEMONSTRATIONS,
-    StoredUnits,
-    demonstrated,
-    first_of,
-    identity,
-    normalisations,
-    openpi_default,
-    openpi_statistics,
-    read_lerobot,
-    read_openpi,
-)
+from policies.pi0.normalisation import normalisations, openpi_default, openpi_statistics, read_openpi
 from policies.pi0.options import AUTO, Pi0Options
-from policies.pi0.processors import ACTION, PRE, STATE
-from policies.small.encoders import vector
-from policies.transforms import Differences, Transforms
-
-
-class NoiseNet(nn.Module):
-    """log s = (1 - u) / 2 log s_min + (1 + u) / 2 log s_max with u = tanh(MLP(h)), of the expert's outputs h.
-
-    The bounds are the standard deviations that are possible (RLinf's explore_noise_net.py, ReinFlow's ppoflow.py).
-    """
-
-    def __init__(self, width: int, numbers: int, bounds: Sequence[float], widths: Sequence[int]) -> None:
-        super().__init__()
-        if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
-            raise PolicyError(f"noise_bounds must be two standard deviations, 0 < least <= most, got {list(bounds)}")
-        self.low, self.high = (math.log(bound) for bound in bounds)
-        self.net = mlp(width, widths, numbers, last_gain=0.01)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[.., w] to log-standard deviations [.., A]: in the middle of the bounds at first."""
-        u = torch.tanh(self.net(hidden.float()))
-        return self.low + (self.high - self.low) * (u + 1) / 2
-
-
-# --- the policy
+from policies.transforms import Transforms
+from policies.units import DEMONSTRATIONS, StoredUnits, first_of, identity
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
-NOISE_WIDTHS = (128, 64)
-BFLOAT16_TOLERANCE = 2e-2
 OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
 """Beginnings of the names of its tensors."""
 
 
-@dataclass(frozen=True)
-class LearnedTimes:
-    """Imitation's times are offset + scale Beta(alpha, 1): a uniform number to the power 1 / alpha is such a Beta.
-    openpi's numbers are the defaults; LeRobot's config.json may have others."""
-
-    alpha: float = 1.5
-    scale: float = 0.999
-    offset: float = 0.001
-
-    @classmethod
-    def read(cls, source: Sources) -> LearnedTimes:
-        """Distribution of times in a checkpoint's description.
-
-        Raises `PolicyError` for numbers outside 0 to 1, or another Beta.
-        """
-        if source.layout == "openpi":
-            return cls()
-        named = {f"time_sampling_{name}": name for name in ("scale", "offset")} | {"time_sampling_beta_alpha": "alpha"}
-        found = {own: source.config[name] for name, own in named.items() if name in source.config}
-        beta, path = source.config.get("time_sampling_beta_beta", 1.0), source.described / CONFIG
-        if beta != 1 or not all(type(value) in (int, float) and 0 <= value <= 100 for value in found.values()):
-            raise PolicyError(
-                f"{path}: times are drawn from Beta(alpha, 1) here, with time_sampling_beta_alpha, _scale and _offset "
-                f"of 0 to 100; got {shown(found)} and time_sampling_beta_beta {shown(beta)}"
-            )
-        times = cls(**found)
-        if not times.alpha > 0 or times.offset + times.scale > 1.001:
-            raise PolicyError(f"{path}: time_sampling_* say times beyond 0..1: {times}")
-        return times
-
-    def of(self, uniform: Tensor) -> Tensor:
-        """[B] to [B]."""
-        return self.offset + self.scale * uniform ** (1 / self.alpha)
-
-
-class Pi0(AdaptedPolicy):
-    """Reads frames, the instruction and proprioception. Which of the two it is its weights say.
-
-    `policies.denoising` draws and scores the steps, with x of H * A numbers; the log-prob is that of the C * D executed
-    ones. The trace is that of `Denoising.run`.
-
-    Where the vision-language model is frozen, `precompute` finds its keys and values, and an update runs the expert
-    alone: 2 * layers * heads * P * d numbers a row, which `cache_prefix` False spares.
-
-    The value head reads the normalised state, and the mean over the prefix's present tokens, or over the expert's
-    outputs for the actions at x = 0, t = 1: the same in rollout and update, whatever step is scored.
-    """
+class Pi0(FlowVLA):
+    """Reads frames, the instruction and proprioception. Which of the two it is its weights say."""
 
     kind = "pi0"
 
@@ -135,7 +40,7 @@ class Pi0(AdaptedPolicy):
         self.source = source = find_sources(options.checkpoint, options.adapter, options.weights)
         self.options = options = options.with_checkpoint(source)
         self.layout = source.layout
-        self.transforms = _with_relative(source, Transforms(options.transforms), spec.action_dim)
+        self.transforms = with_relative(source, Transforms(options.transforms), spec.action_dim)
         if options.asset == DEMONSTRATIONS:
             self.transforms.check_demonstrated_units()
         self.spec, self.shown = spec, self.transforms.spec(spec)  # shown: to the network
@@ -145,6 +50,7 @@ class Pi0(AdaptedPolicy):
             self.network.sizes = replace(self.network.sizes, horizon=spec.horizon)
             self.config = with_horizon(self.config, spec.horizon)
         self.sizes = self.network.sizes
+        self.state_width = self.sizes.action_dim
         self._check_spec(options.state_in_prompt)
         self.cameras = spec.cameras
         if self.layout == "lerobot":
@@ -162,125 +68,16 @@ class Pi0(AdaptedPolicy):
         length = self.sizes.prompt_len if source.processors is None else source.processors.prompt_length
         self.prompts = Prompts(source.tokenizer, length, convention, filled)
         self.units = self._read_units()
-        self.times = LearnedTimes.read(source)
+        described = self.layout == "lerobot"
+        self.times = LearnedTimes.read(source.described, source.config) if described else LearnedTimes()
         self.resize: Any = options.resize
         self.sides = OF_LEROBOT_04 if convention == "lerobot-0.4" else BLACK
-        self.trains_all = self._choose_trained()
-        if options.dtype != "float32":
-            self.ratio_tolerance = BFLOAT16_TOLERANCE
-        inner, numbers = self.sizes.expert.width, self.sizes.horizon * self.sizes.action_dim
-        executed = self._executed(torch.arange(numbers).view(1, self.sizes.horizon, -1)).flatten().tolist()
-        assert options.steps is not None, "the checkpoint says it"
-        self.denoising = Denoising(
-            numbers,
-            options.steps,
-            options.noise_level,
-            scored=options.scored,
-            reduction=options.step_reduction,
-            executed=executed,
-            start_noise=options.start_noise,
-        )
-        self.noise_dim = self.denoising.noise_dim
-        learned = options.scored == "learned"
-        self.noise_net = NoiseNet(inner, self.sizes.action_dim, options.noise_bounds, NOISE_WIDTHS) if learned else None
-        self.reads_suffix = options.critic == "suffix"
-        read = inner if self.reads_suffix else self.sizes.vlm.width
-        self.value_head = mlp(read + self.sizes.action_dim, options.value_widths, 1, last_gain=1.0)
-
-    # --- the contract
-
-    @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
-    @replaying()
-    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
-        seen = self._observation(inputs)
-        x, log_prob, value, trace = self._decided(seen, self.denoising.draws(noise, len(seen.state)))
-        return Action(self._actions(x, inputs), self._shaped(log_prob), value, trace)
-
-    @replayed
-    def _decided(self, seen: Observation, draws: Draws) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """The chunk [B, H * A], log-probs [B, E], values [B] and the trace."""
-        prefix = self.network.prefix(seen)
-        times = self.denoising.times.expand(len(seen.state), -1)
-        x, trace, field = self.denoising.run(draws, lambda x, i: self._field(prefix, seen.state, x, times[:, i]))
-        value = self._value_of(self._summary(prefix, seen.state), seen.state)
-        return x, self.denoising.log_prob(trace, field), value, trace
-
-    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
-        state, times = self._state(inputs), self.denoising.times[trace["step"]]
-        prefix, summary = self._known(trace, state) or self._read(inputs)
-        found = [self._field(prefix, state, trace["x"][:, k], times[:, k]) for k in range(times.shape[1])]
-        field = stacked(found)
-        log_prob = self.denoising.log_prob(trace, field)
-        entropy = self._shaped(self.denoising.entropy(field, log_prob))
-        moved = self.denoising.contrast(trace, field) if self.denoising.picks else None
-        contrast = None if moved is None else Contrast(*map(self._shaped, moved))
-        return Evaluation(self._shaped(log_prob), entropy, self._value_of(summary, state), contrast)
-
-    @torch.no_grad()
-    def value(self, inputs: Inputs) -> Tensor:
-        seen = self._observation(inputs)
-        return self._value_of(self._summary(self.network.prefix(seen), seen.state), seen.state)
-
-    @torch.no_grad()
-    def precompute(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Keys and values [B, layers, heads, P, d] of the prefix, `present` bool [B, P], and `summary` [B, W] where the
-        critic reads it; nothing where the vision-language model is trained, or `cache_prefix` is False."""
-        if self.trains_all or not self.options.cache_prefix:
-            return {}
-        prefix = self.network.prefix(self._observation(inputs))
-        keys, values = (torch.stack(part, 1) for part in (prefix.cache.keys, prefix.cache.values))
-        found = {"keys": keys, "values": values, "present": prefix.present}
-        return found if self.reads_suffix else found | {"summary": _mean_of(prefix)}
-
-    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
-        """Flow matching at a time of each row's own, drawn by the noise's last number; its first are x^(0)."""
-        noise = checked_noise(noise, self.noise_dim)
-        uniform = self.denoising.uniform_of(noise)
-        seen = self._observation(inputs)
-        # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
-        wanted = only_counted(self._normalised(actions, inputs), counted)
-        x1 = noise[:, : self.denoising.size].view_as(wanted)
-        t = self.times.of(uniform[:, 0]).float()
-        v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
-        return counted_mean((v - (x1 - wanted)).square()[..., : self.spec.action_dim], counted)
-
-    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
-        if self.options.asset == DEMONSTRATIONS:
-            nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
-            state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
-            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
-            self.units.fill(demonstrated(state, said))
-
-    own_units = f"asset {DEMONSTRATIONS}"
-
-    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
-        given = self._given(inputs)
-        said = self.transforms.demonstrated(actions[:, None].double(), given)[:, 0]
-        found = [("action", said, self.units.action)]
-        if given is not None:
-            found.append(("proprio", self.transforms.state(given), self.units.state))
-        return [
-            Normalised(name, values, *(torch.broadcast_to(end, values.shape[1:]) for end in units.ends))
-            for name, values, units in found
-        ]
-
-    def architecture(self) -> dict[str, Any]:
-        return self.options.as_data()
+        self.trains_prefix = self._choose_trained()
+        self.build_sampler(self.sizes.expert.width, self.sizes.vlm.width)
 
     @property
     def network_image_size(self) -> int:
         return self.sizes.vision.image_size
-
-    @property
-    def normalised_by(self) -> str:
-        asset = self.options.asset
-        if asset == DEMONSTRATIONS:
-            return "the rows learned from"
-        return "the checkpoint's own" + (f" of {asset!r}" if asset else "")
-
-    @property
-    def adaptable(self) -> AdaptedModel:
-        return self.network
 
     def shards(self) -> Sequence[Sequence[nn.Module]]:
         """Each block of SigLIP, the words, and of each layer of either stack what comes before the attention and what
@@ -291,99 +88,12 @@ class Pi0(AdaptedPolicy):
 
     # --- what the network reads
 
-    def _observation(self, inputs: Inputs) -> Observation:
-        pixels = []
-        for name in self.cameras:
-            frame = inputs.frames.get(name)
-            if frame is None:
-                given = ", ".join(inputs.frames) or "none"
-                raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            pixels.append(self.pixels(frame))
-        rows, state = len(pixels[0]), self._state(inputs)
-        if len(inputs.instruction) != rows:
-            raise PolicyError(
-                f"pi0 reads an instruction for each row: got {len(inputs.instruction)} for {rows}; add 'instruction' "
-                "to policy.reads"
-            )
-        said = state[:, : self.shown.proprio_dim].cpu() if self.options.state_in_prompt else None
-        tokens, counted = self.prompts.batch(inputs.instruction, said)
-        device = state.device
-        present = torch.ones(rows, len(pixels), dtype=torch.bool, device=device)
-        return Observation(torch.stack(pixels, 1), present, tokens.to(device), counted.to(device), state)
-
     def pixels(self, frames: Tensor) -> Tensor:
-        """A camera's uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1."""
         return pixel_values(self.transforms.frames(frames), self.sizes.vision.image_size, self.resize, self.sides)
 
-    def _state(self, inputs: Inputs) -> Tensor:
-        """[B, A]: proprioception, normalised and filled up."""
-        given = self._given(inputs)
-        if given is None:  # pi0.5 without a state
-            some = next(iter(inputs.frames.values()))
-            return torch.zeros(len(some), self.sizes.action_dim, device=some.device)
-        known = self.units.state.normalise(self.transforms.state(given))
-        return nn.functional.pad(known, (0, self.sizes.action_dim - known.shape[1])).float()
-
-    def _given(self, inputs: Inputs) -> Tensor | None:
-        """[B, P] as the environment gives it, where it is read."""
-        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
-
-    def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
-        """[B, H, D] in the environment's units to [B, H, A]."""
-        known = self.units.action.normalise(self.transforms.demonstrated(actions.double(), self._given(inputs)))
-        return nn.functional.pad(known, (0, self.sizes.action_dim - self.spec.action_dim)).float()
-
-    def _actions(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """The chunk [B, C, D] that is executed, in the environment's units, of x [B, H * A]."""
-        actions = self.units.action.unnormalise(self._executed(self._latent(x)))
-        return self.transforms.executed(actions, self._given(inputs)).float()
-
-    def _executed(self, x: Tensor) -> Tensor:
-        """[B, C, D] of [B, H, A]."""
-        return x[:, : self.spec.chunk, : self.spec.action_dim]
-
-    def _shaped(self, x: Tensor) -> Tensor:
-        """[B, C, D] of [B, C * D]."""
-        return x.view(-1, self.spec.chunk, self.spec.action_dim)
-
-    def _latent(self, x: Tensor) -> Tensor:
-        """[B, H, A] of [B, H * A]."""
-        return x.view(-1, self.sizes.horizon, self.sizes.action_dim)
-
-    # --- suffix, prefix and critic
-
-    def _field(self, prefix: Prefix, state: Tensor, x: Tensor, t: Tensor) -> Field:
-        """At x [B, H * A] and times [B]."""
-        hidden = self.network.suffix(prefix, state, self._latent(x), t)
-        log_std = None if self.noise_net is None else self.noise_net(hidden).flatten(1)
-        return Field(self.network.velocity_of(hidden).flatten(1), log_std)
-
-    def _read(self, inputs: Inputs) -> tuple[Prefix, Tensor]:
-        """The prefix and the critic's summary, with gradients where the vision-language model is trained."""
-        with torch.set_grad_enabled(self.trains_all and torch.is_grad_enabled()):
-            seen = self._observation(inputs)
-            prefix = self.network.prefix(seen)
-        return prefix, self._summary(prefix, seen.state)
-
-    def _known(self, trace: Mapping[str, Tensor], state: Tensor) -> tuple[Prefix, Tensor] | None:
-        """Result of `precompute`."""
-        if "keys" not in trace:
-            return None
-        cache = Cache(trace["keys"].unbind(1), trace["values"].unbind(1))
-        prefix = Prefix(cache, trace["present"], torch.empty(0))
-        return prefix, self._summary(prefix, state) if self.reads_suffix else trace["summary"]
-
-    def _summary(self, prefix: Prefix, state: Tensor) -> Tensor:
-        """[B, W] float32: what the critic reads beside the state."""
-        with torch.set_grad_enabled(self.options.critic_trains_network and torch.is_grad_enabled()):
-            if not self.reads_suffix:
-                return _mean_of(prefix)
-            rows = len(state)
-            x = torch.zeros(rows, self.sizes.horizon, self.sizes.action_dim, device=state.device)
-            return self.network.suffix(prefix, state, x, torch.ones(rows, device=state.device)).float().mean(1)
-
-    def _value_of(self, summary: Tensor, state: Tensor) -> Tensor:
-        return self.value_head(torch.cat([summary, state.float()], 1)).squeeze(-1)
+    def words(self, instructions: tuple[str, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+        said = state[:, : self.shown.proprio_dim].cpu() if self.options.state_in_prompt else None
+        return self.prompts.batch(instructions, said)
 
     # --- what is built
 
@@ -454,24 +164,3 @@ class Pi0(AdaptedPolicy):
         self.options = replace(self.options, normalisation=normalisation)
         units = read_openpi(source.described, asset, quantile=normalisation == "quantile")
         return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
-
-
-def _with_relative(source: Sources, said: Transforms, action_dim: int) -> Transforms:
-    """With what the checkpoint's processors do to actions, next to the network. Raises `PolicyError` where it is said
-    twice."""
-    numbers = source.processors.relative_dims(action_dim) if source.processors is not None else ()
-    if not numbers:
-        return said
-    for entry in said.entries:
-        if isinstance(entry, Differences):
-            raise PolicyError(
-                f"{source.described / PRE} says already that actions are relative to the state: leave {entry.kind} out "
-                "of policy.options.transforms"
-            )
-    return Transforms([*said.as_data(), {"kind": "relative_actions", "numbers": list(numbers)}])
-
-
-def _mean_of(prefix: Prefix) -> Tensor:
-    """[B, W] float32: the mean output of the tokens that are present."""
-    counted = prefix.present[..., None]
-    return (prefix.hidden.float() * counted).sum(1) / counted.sum(1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from embodied.learning.offload import Offload
 from embodied_bench.measured_policy import build, make_inputs
 from embodied_bench.settings import BenchPolicy
-from policies import cuda_graphs
+from policies import Inputs, Policy, cuda_graphs
 from policies.conformance import laws
 from policies.cuda_graphs import (
     Recording,
@@ -32,6 +32,7 @@ from policies.cuda_graphs import (
     replaying,
     taken_apart,
 )
+from tests.policies.smolvla import cases as smolvla
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,19 @@ def test_replayed_decisions_are_those_of_the_policy_and_learning_is_not_recorded
     model: str, functions: list[str], recorded: list[str]
 ) -> None:
     policy = build(BenchPolicy(model=model, random_weights=True, device="cpu"))
-    noise = torch.randn(2, policy.noise_dim, generator=torch.Generator().manual_seed(0))
     several = [make_inputs(policy, 2, seed, torch.device("cpu")) for seed in (0, 1)]
+    check_replayed(policy, several, functions, recorded)
+
+
+@pytest.mark.parametrize("variant", ["", "image_tokens", "self_attention"])
+def test_replayed_decisions_of_smolvla(variant: str, recorded: list[str]) -> None:
+    folder = smolvla.GOLDEN / variant
+    policy = smolvla.make(checkpoint=str(folder / "checkpoint"), backbone=str(folder / "vlm"))
+    check_replayed(policy, [smolvla.inputs_of(smolvla.SPEC, 2, seed) for seed in (0, 1)], ["_decided"], recorded)
+
+
+def check_replayed(policy: Policy, several: list[Inputs], functions: list[str], recorded: list[str]) -> None:
+    noise = torch.randn(2, policy.noise_dim, generator=torch.Generator().manual_seed(0))
     with one_by_one():
         expected = [policy.act(inputs, noise) for inputs in several]
     assert recorded == []

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from policies.contract import PolicyError
 from policies.denoising import Denoising, Field
+from policies.flow_vla.policy import NoiseNet
 from policies.layers import gaussian_log_prob
-from policies.pi0.policy import NoiseNet
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "rl" / "flow_noise.safetensors")
 N, B, H, A = GOLDEN["noise.v_t"].shape

@@ -163,8 +163,8 @@ def test_a_checkpoint_of_another_kind_is_refused_with_its_kind(tiny: Path) -> No
 
 
 def test_a_checkpoint_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"type": "smolvla"}))
-    with pytest.raises(PolicyError, match="config.json is of 'smolvla', which no kind of policies reads"):
+    (tmp_path / "config.json").write_text(json.dumps({"type": "xvla"}))
+    with pytest.raises(PolicyError, match="config.json is of 'xvla', which no kind of policies reads"):
         check_policy(with_policy(options={"checkpoint": str(tmp_path)}))
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 import policies
 from policies import Inputs, PolicySpec
 from policies.conformance import laws
-from policies.pi0.network import Pi0Network, Prefix
+from policies.flow_vla.network import Prefix
+from policies.pi0.network import Pi0Network
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SPEC = PolicySpec(action_dim=7, chunk=6, proprio_dim=7, cameras=("front", "wrist"), image_size=32)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from policies import denoising
 from policies.contract import PolicyError
+from policies.flow_vla.network import Observation, Prefix, positions_of
 from policies.layers import gaussian_log_prob, time_embedding
+from policies.lerobot.statistics import read_lerobot
 from policies.pi0.checkpoint import load_network, save_network
 from policies.pi0.inputs import Prompts, pixel_values
-from policies.pi0.mixture import positions_of
-from policies.pi0.network import UNUSED, Observation, Pi0Network, Prefix, own_name, stored_name
-from policies.pi0.normalisation import read_lerobot, read_openpi
+from policies.pi0.network import UNUSED, Pi0Network, own_name, stored_name
+from policies.pi0.normalisation import read_openpi
 from tests.policies.pi0.cases import sample, velocity
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import policies
 from policies import PolicyError, load, save
 from policies.conformance import laws
+from policies.lerobot.processors import POST, PRE, Relative
+from policies.lerobot.statistics import read_lerobot
 from policies.pi0.kind import PI0
-from policies.pi0.normalisation import read_lerobot
-from policies.pi0.processors import POST, PRE, Relative
 from tests.policies.pi0.cases import DELTA, GOLDEN, SPEC, inputs_of, make, velocity
 
 Json = dict[str, Any]

@@ -17,14 +17,12 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, checked, read_json, shown
+from policies.files import CONFIG, checked, read_json, shown, write_json
+from policies.units import Mode
 
 PRE, POST = "policy_preprocessor.json", "policy_postprocessor.json"
 STATE, ACTION = "observation.state", "action"
-TOKENIZERS = "google/paligemma-"
-"""Beginning of the names of tokenizers that are one: PaliGemma's."""
 
-Mode = Literal["MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10", "IDENTITY"]
 Text = Annotated[str, Field(max_length=1000)]
 
 
@@ -86,7 +84,7 @@ class _Absolute(_Step):
     enabled: bool = False
 
 
-class _Words(_Step):
+class StateWords(_Step):
     """pi0.5's prompt with a state in it."""
 
     max_state_dim: Annotated[int, Field(ge=1, le=2**20)] = 32
@@ -94,7 +92,7 @@ class _Words(_Step):
     include_state_in_prompt: Literal[True] = True
 
 
-class _Tokenizer(_Step):
+class Tokenizer(_Step):
     """Tokens that fill up are masked, and positions count the others: on which side they are does not matter."""
 
     tokenizer_name: Text | None = None
@@ -138,8 +136,8 @@ KNOWN: Mapping[str, Mapping[str, type[_Step]]] = {
         "normalizer_processor": Normaliser,
         "pi0_new_line_processor": _Nothing,
         "smolvla_new_line_processor": _Nothing,
-        "pi05_prepare_state_tokenizer_processor_step": _Words,
-        "tokenizer_processor": _Tokenizer,
+        "pi05_prepare_state_tokenizer_processor_step": StateWords,
+        "tokenizer_processor": Tokenizer,
     },
     POST: {
         **SHARED,
@@ -153,8 +151,8 @@ ORDERS: Sequence[tuple[type[_Step], type[_Step]]] = (
     (_Rename, Relative),
     (_Rename, Normaliser),
     (Relative, Normaliser),
-    (Normaliser, _Words),
-    (_Words, _Tokenizer),
+    (Normaliser, StateWords),
+    (StateWords, Tokenizer),
     (Normaliser, _Absolute),
 )
 """Pairs of steps in which the second reads the first one's result: actions are relative to raw states."""
@@ -205,7 +203,7 @@ class Processors:
     @property
     def prompt_length(self) -> int:
         """Tokens to which prompts are filled up."""
-        return self.needed(PRE, "tokenizer_processor", _Tokenizer)[1].max_length
+        return self.needed(PRE, "tokenizer_processor", Tokenizer)[1].max_length
 
     def relative_dims(self, action_dim: int) -> tuple[int, ...]:
         """Numbers of an action that are relative to the state."""
@@ -244,8 +242,8 @@ def read_processors(folder: Path, raw: Mapping[str, Any]) -> Processors:
     _check_relative(found, raw)
     found.needed(PRE, "normalizer_processor", Normaliser)
     found.needed(POST, "unnormalizer_processor", Normaliser)
-    _check_words(found, raw)
-    _check_renamed(found, raw)
+    _check_length(found, raw)
+    _check_renamed(found)
     return found
 
 
@@ -360,30 +358,17 @@ def _check_relative(found: Processors, raw: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_words(found: Processors, raw: Mapping[str, Any]) -> None:
-    """The prompt is that of the model which config.json says, and as long."""
-    step, tokenizer = found.needed(PRE, "tokenizer_processor", _Tokenizer)
+def _check_length(found: Processors, raw: Mapping[str, Any]) -> None:
+    """Prompts are as long as config.json says."""
+    step, tokenizer = found.needed(PRE, "tokenizer_processor", Tokenizer)
     said = raw.get("tokenizer_max_length")
     if said is not None and said != tokenizer.max_length:
         raise PolicyError(
             f"{step}: max_length is {tokenizer.max_length}, and config.json's tokenizer_max_length {shown(said)}"
         )
-    name = tokenizer.tokenizer_name
-    if name is not None and not name.startswith(TOKENIZERS) and name != "tokenizer":
-        raise PolicyError(f"{step}: tokenizer_name is {shown(name)}; known are PaliGemma's ({TOKENIZERS}...)")
-    if raw.get("type") == "pi05":
-        found.needed(PRE, "pi05_prepare_state_tokenizer_processor_step", _Words)
-    elif not any(s.name.endswith("new_line_processor") and s.place < step.place for s in found.steps[PRE]):
-        raise PolicyError(f"{step}: no pi0_new_line_processor comes before it, and prompts of pi0 end in a new line")
-    other = next((s for s in found.steps[PRE] if s.name.endswith("new_line_processor")), None)
-    words = found.one(PRE, _Words)
-    if raw.get("type") == "pi05" and other is not None:
-        raise PolicyError(f"{other}: prompts of pi0.5 have their state, and no further line")
-    if raw.get("type") == "pi0" and words is not None:
-        raise PolicyError(f"{words[0]}: prompts of pi0 have no state")
 
 
-def _check_renamed(found: Processors, raw: Mapping[str, Any]) -> None:
+def _check_renamed(found: Processors) -> None:
     rename = found.one(PRE, _Rename)
     if rename is None:
         return
@@ -393,3 +378,18 @@ def _check_renamed(found: Processors, raw: Mapping[str, Any]) -> None:
         raise PolicyError(f"{step}: rename_map makes {shown(twice[0])} of two observations")
     if names.get(STATE, STATE) != STATE:
         raise PolicyError(f"{step}: rename_map makes {shown(names[STATE])} of {STATE}, and no policy reads that")
+
+
+def write_processors(folder: Path, config: Mapping[str, Any], words: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Write both files as LeRobot makes them for a policy with this config.json; `words` are the steps of its prompt.
+    Statistics are not written: every number is as it is."""
+    features = {**(config.get("input_features") or {}), **(config.get("output_features") or {})}
+    modes = {kind: "IDENTITY" for kind in ("VISUAL", "STATE", "ACTION")}
+    normal = {"eps": 1e-8, "features": features, "norm_map": modes}
+    after = {"eps": 1e-8, "features": config.get("output_features") or {}, "norm_map": modes}
+    device = ("device_processor", {"device": "cpu", "float_dtype": None})
+    before = [("rename_observations_processor", {"rename_map": {}}), ("to_batch_processor", {}), *words, device]
+    steps = {PRE: [*before, ("normalizer_processor", normal)], POST: [("unnormalizer_processor", after), device]}
+    for file, each in steps.items():
+        entries = [{"registry_name": name, "config": dict(said)} for name, said in each]
+        write_json(folder / file, {"name": Path(file).stem, "steps": entries})

@@ -1,0 +1,59 @@
+"""Statistics of LeRobot's checkpoints before 0.4: buffers among the weights, in place of processors.
+
+normalize_inputs.buffer_observation_state.mean, .std       also min and max
+unnormalize_outputs.buffer_action.mean, .std               the same numbers as normalize_targets.buffer_action's
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from policies.contract import PolicyError
+from policies.files import CONFIG, Shards, check_finite, shown
+from policies.lerobot.processors import ACTION, STATE
+from policies.units import DEMONSTRATIONS, LEAST, Mode, RobotUnits, Units, unchanged, units_of
+
+BUFFERS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
+"""Beginning of their names."""
+
+
+def read_buffers(shards: Shards, config: Mapping[str, Any]) -> RobotUnits:
+    """Units from the buffers, in the modes of config.json's `normalization_mapping`. Raises `PolicyError` where they
+    are missing, as in a base checkpoint."""
+    modes = config.get("normalization_mapping") or {}
+    path = shards.folder / CONFIG
+    if not isinstance(modes, dict) or not all(mode in get_args(Mode) for mode in modes.values()):
+        raise PolicyError(f"{path}: normalization_mapping is {shown(modes)} in place of modes by kind")
+    if modes.get("VISUAL", "IDENTITY") != "IDENTITY":
+        raise PolicyError(
+            f"{path}: pictures are normalised by {modes['VISUAL']}, which is not applied here: set VISUAL to IDENTITY "
+            "if they were trained in 0..1"
+        )
+    state = _units(shards, modes.get("STATE", "IDENTITY"), "normalize_inputs", STATE)
+    return RobotUnits(state, _units(shards, modes.get("ACTION", "IDENTITY"), "unnormalize_outputs", ACTION))
+
+
+def _units(shards: Shards, mode: Mode, part: str, key: str) -> Units:
+    if mode == "IDENTITY":
+        return unchanged()
+    prefix = f"{part}.buffer_{key.replace('.', '_')}."
+    path = shards.folder
+    names = {name.removeprefix("model.").removeprefix(prefix): name for name in shards.files if prefix in name}
+    if not names:
+        raise PolicyError(
+            f"{path} has no statistics of {key}, which config.json normalises by {mode}: neither processors nor "
+            f"buffers {prefix}... among its weights. Set policy.options.asset to {DEMONSTRATIONS} to learn with those "
+            "of demonstrations"
+        )
+    found = {name: shards.tensor(stored) for name, stored in names.items()}
+    try:
+        check_finite(path, found)
+    except PolicyError as error:
+        raise PolicyError(
+            f"{error}. Statistics that were never filled are infinite: set policy.options.asset to {DEMONSTRATIONS} to "
+            "learn with those of demonstrations"
+        ) from None
+    eps = LEAST if key == STATE else 0.0
+    return units_of(path, found, mode, std_eps=eps, range_eps=eps)

@@ -1,0 +1,1 @@
+"""SmolVLA: a small vision-language-action model with a flow-matching action expert, from LeRobot's checkpoints."""

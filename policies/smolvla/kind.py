@@ -1,0 +1,106 @@
+"""The kind `smolvla`: its options and files, and its policies on disk in LeRobot's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from policies import lora
+from policies.checkpoint_folders import EXTRAS
+from policies.files import ADAPTER, ADAPTER_CONFIG, SINGLE, write_tensors
+from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat, extras
+from policies.lerobot.statistics import trained_on
+from policies.policy_kind import PolicyKind
+from policies.smolvla.checkpoint import (
+    Sources,
+    find_sources,
+    read_weights,
+    save_description,
+    save_directory,
+    write_units,
+)
+from policies.smolvla.config import executed
+from policies.smolvla.options import SmolVLAOptions
+from policies.smolvla.policy import SmolVLA
+from policies.transforms import Transforms
+from policies.units import DEMONSTRATIONS, RobotUnits
+
+WHOLE = 50
+"""LeRobot's default of executed actions: a whole chunk, without a look at what became of its beginning."""
+
+
+class SmolVLAFormat(FlowVLAFormat):
+    """LeRobot's layout; an adapter alone in PEFT's; the units beside either."""
+
+    def check_files(self, architecture: Mapping[str, Any]) -> None:
+        Transforms(architecture.get("transforms", ()))
+        _sources(architecture)
+
+    def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
+        source = _sources(architecture)
+        own = executed(source.described, source.config)
+        found = []
+        if chunk != own:
+            found.append(
+                f"{source.described}: LeRobot executes {own} actions of a chunk (n_action_steps), and policy.chunk is "
+                f"{chunk}: results are of {chunk}"
+            )
+        if chunk >= WHOLE and any(task.startswith("libero/") for task in tasks):
+            found.append(
+                f"policy.chunk is {chunk}: a SmolVLA that executes that many actions before it looks again fails most "
+                "of LIBERO, where 10 are usual (LeRobot's default is 50): set policy.chunk to 10"
+            )
+        return found
+
+    def reads(self, config: Mapping[str, Any]) -> bool:
+        return config.get("type") == "smolvla"
+
+    def statistics_name(self, architecture: Mapping[str, Any]) -> str | None:
+        if architecture.get("asset") == DEMONSTRATIONS:
+            return None
+        return trained_on(Path(architecture.get("checkpoint", "")))
+
+    def read_network(self, policy: SmolVLA, folder: Path) -> dict[str, Tensor]:
+        return read_weights(folder, policy.network)
+
+    def export(self, policy: SmolVLA, folder: Path) -> None:
+        """Write a folder that LeRobot loads, adapter added, with the checkpoint's processors, or new ones of the
+        demonstrations' statistics. The backbone's configuration and tokenizer are in `vlm`."""
+        save_directory(policy.network, policy.source, folder, policy.description())
+        _write_units(policy, folder)
+
+    def write(self, policy: SmolVLA, folder: Path) -> None:
+        """Write a folder as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
+        if policy.adapted:
+            (folder / SINGLE).unlink(missing_ok=True)
+            save_description(policy.source, folder, policy.description())
+            _write_units(policy, folder)
+            lora.save_adapter(policy.network, folder)
+        else:
+            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
+                (folder / name).unlink(missing_ok=True)
+            self.export(policy, folder)
+        write_tensors(folder / EXTRAS, extras(policy))
+
+
+def _sources(architecture: Mapping[str, Any]) -> Sources:
+    return find_sources(*(architecture.get(name, "") for name in ("checkpoint", "adapter", "backbone")))
+
+
+def _write_units(policy: SmolVLA, folder: Path) -> None:
+    """Processors of the policy's units, where the checkpoint's are none or of others."""
+    if policy.source.processors is None or policy.options.asset == DEMONSTRATIONS:
+        write_units(folder, RobotUnits(policy.units.state, policy.units.action), policy.sizes.prompt_len)
+
+
+SMOLVLA = PolicyKind(
+    SmolVLA,
+    SmolVLAOptions,
+    SmolVLAFormat(),
+    incidental=INCIDENTAL | {"backbone"},
+    pretrained=True,
+    predicts_more=True,
+)
