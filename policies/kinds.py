@@ -10,6 +10,7 @@ from policies.errors import PolicyError, nearest, shown
 from policies.named_code import entry_point_names
 
 KINDS = {
+    "act": "policies.act.kind:ACT",
     "categorical_mlp": "policies.small.categorical_mlp:CATEGORICAL_MLP",
     "flow": "policies.small.flow:FLOW",
     "gaussian_mlp": "policies.small.gaussian_mlp:GAUSSIAN_MLP",

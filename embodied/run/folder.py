@@ -95,8 +95,8 @@ def fetched(config: Config) -> Config:
     if "checkpoint" not in registry.arguments_of(registry.policy_kind(kind)):
         raise UserError(
             f"policy.options.checkpoint {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, "
-            f"openvla_oft, pi0, smolvla), and policy.kind is {kind}: name its kind, or begin a {kind} from a run with "
-            "policy.init"
+            f"openvla_oft, pi0, smolvla, act), and policy.kind is {kind}: name its kind, or begin a {kind} from a run "
+            "with policy.init"
         )
     return _with_checkpoint(config, hub.pinned(named, hub.checkpoint_folder(named)))
 

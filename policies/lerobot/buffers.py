@@ -31,13 +31,15 @@ def read_buffers(shards: Shards, config: Mapping[str, Any]) -> RobotUnits:
             f"{path}: pictures are normalised by {modes['VISUAL']}, which is not applied here: set VISUAL to IDENTITY "
             "if they were trained in 0..1"
         )
-    state = _units(shards, modes.get("STATE", "IDENTITY"), "normalize_inputs", STATE)
-    return RobotUnits(state, _units(shards, modes.get("ACTION", "IDENTITY"), "unnormalize_outputs", ACTION))
+    state = buffer_units(shards, modes.get("STATE", "IDENTITY"), STATE)
+    return RobotUnits(state, buffer_units(shards, modes.get("ACTION", "IDENTITY"), ACTION))
 
 
-def _units(shards: Shards, mode: Mode, part: str, key: str) -> Units:
+def buffer_units(shards: Shards, mode: Mode, key: str) -> Units:
+    """Units of a feature by its buffers. Raises `PolicyError` where they are missing, unless its mode is IDENTITY."""
     if mode == "IDENTITY":
         return unchanged()
+    part = "unnormalize_outputs" if key == ACTION else "normalize_inputs"
     prefix = f"{part}.buffer_{key.replace('.', '_')}."
     path = shards.folder
     names = {name.removeprefix("model.").removeprefix(prefix): name for name in shards.files if prefix in name}
@@ -55,5 +57,5 @@ def _units(shards: Shards, mode: Mode, part: str, key: str) -> Units:
             f"{error}. Statistics that were never filled are infinite: set policy.options.asset to {DEMONSTRATIONS} to "
             "learn with those of demonstrations"
         ) from None
-    eps = LEAST if key == STATE else 0.0
+    eps = 0.0 if key == ACTION else LEAST
     return units_of(path, found, mode, std_eps=eps, range_eps=eps)

@@ -220,10 +220,15 @@ class Processors:
         joints = [str(joint) for joint in found[1].exclude_joints if joint]
         return tuple(joint for joint in joints if not any(joint.lower() in name for name in names))
 
+    @property
+    def rename_map(self) -> Mapping[str, str]:
+        """The policy's names of observations that have others."""
+        found = self.one(PRE, _Rename)
+        return {} if found is None else found[1].rename_map
+
     def renamed(self, key: str) -> str:
         """The policy's name of an observation."""
-        found = self.one(PRE, _Rename)
-        return found[1].rename_map.get(key, key) if found is not None else key
+        return self.rename_map.get(key, key)
 
 
 def read_processors(folder: Path, raw: Mapping[str, Any]) -> Processors:
@@ -360,8 +365,10 @@ def _check_relative(found: Processors, raw: Mapping[str, Any]) -> None:
 
 def _check_length(found: Processors, raw: Mapping[str, Any]) -> None:
     """Prompts are as long as config.json says."""
-    step, tokenizer = found.needed(PRE, "tokenizer_processor", Tokenizer)
-    said = raw.get("tokenizer_max_length")
+    tokens, said = found.one(PRE, Tokenizer), raw.get("tokenizer_max_length")
+    if tokens is None:  # a policy that reads no words
+        return
+    step, tokenizer = tokens
     if said is not None and said != tokenizer.max_length:
         raise PolicyError(
             f"{step}: max_length is {tokenizer.max_length}, and config.json's tokenizer_max_length {shown(said)}"

@@ -38,15 +38,20 @@ def read_lerobot(folder: Path) -> RobotUnits:
     before = processors.needed(PRE, "normalizer_processor", Normaliser)
     after = processors.needed(POST, "unnormalizer_processor", Normaliser)
     _check_pictures(*before)
-    state, action = _lerobot_units(*before, STATE), _lerobot_units(*after, ACTION)
-    learned = _lerobot_units(*before, ACTION)
+    found = RobotUnits(feature_units(*before, STATE), feature_units(*after, ACTION))
+    check_same_action(before, after)
+    return found
+
+
+def check_same_action(before: tuple[Step, Normaliser], after: tuple[Step, Normaliser]) -> None:
+    """Raise `PolicyError` unless actions are unnormalised by the statistics that normalise them."""
+    action, learned = feature_units(*after, ACTION), feature_units(*before, ACTION)
     for one, other in ((action.centre, learned.centre), (action.scale, learned.scale)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
             raise PolicyError(
                 f"{before[0]} and {after[0]} have different statistics of {ACTION}: what is learned would be other "
                 "actions than those that are said; take both files from one training"
             )
-    return RobotUnits(state, action)
 
 
 def write_lerobot(folder: Path, units: RobotUnits) -> None:
@@ -105,8 +110,9 @@ def _check_pictures(step: Step, said: Normaliser) -> None:
             )
 
 
-def _lerobot_units(step: Step, said: Normaliser, key: str) -> Units:
-    """Units of a feature, as the step normalises it."""
+def feature_units(step: Step, said: Normaliser, key: str) -> Units:
+    """Units of a feature, as the step normalises it. Raises `PolicyError` where it has no statistics, unless its mode
+    is IDENTITY."""
     mode = said.mode_of(key)
     if mode == "IDENTITY":
         return unchanged()
@@ -118,4 +124,4 @@ def _lerobot_units(step: Step, said: Normaliser, key: str) -> Units:
             f"{path} has no statistics of {key}, which {step} normalises by {mode}: a base checkpoint has none until "
             f"it is trained. Set policy.options.asset to {DEMONSTRATIONS} to learn with those of demonstrations"
         )
-    return units_of(path, statistics, mode, std_eps=said.eps if key == STATE else 0.0, least=said.eps)
+    return units_of(path, statistics, mode, std_eps=0.0 if key == ACTION else said.eps, least=said.eps)

@@ -1,0 +1,162 @@
+"""LeRobot's directories of ACT: read, and written again.
+
+    config.json              which network it is (`policies.act.config`)
+    model.safetensors        the network; before LeRobot 0.4 the statistics, too
+    policy_*processor.json   steps and, in files beside them, statistics; from LeRobot 0.4 on
+
+A directory without weights whose config.json has `random_weights`, a seed, is that of a new network: it reads what the
+task gives. A policy that is saved here adds `units.safetensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.act.config import OWN, ActConfig, checked_config, read_config
+from policies.act.network import ActNetwork
+from policies.checkpoint_folders import EXTRAS, PASSED_FOLDERS, check_all_is_read, is_random, weight_files
+from policies.contract import PolicyError
+from policies.files import CONFIG, INDEX, SINGLE, Shards, shown, write_json, write_tensors
+from policies.kinds import check_folders
+from policies.lerobot.buffers import BUFFERS, buffer_units
+from policies.lerobot.default_steps import default_units, read_default, write_default
+from policies.lerobot.processors import ACTION, POST, PRE, STATE, Processors
+from policies.random_weights import RANDOM_WEIGHTS, check_weights
+from policies.units import Units
+
+PREFIX = "model."
+MOST_DRAWN = 10**9
+"""Largest number of weights of a new network."""
+IMAGENET = Units(
+    torch.tensor([0.485, 0.456, 0.406], dtype=torch.float64), torch.tensor([0.229, 0.224, 0.225], dtype=torch.float64)
+)
+"""Units of pictures in 0..1 by ImageNet's statistics: those of LeRobot's trainings, and of new networks."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One directory."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """Its config.json."""
+    processors: Processors | None
+    """None: of LeRobot before 0.4, or a new network's."""
+
+    @property
+    def described(self) -> Path:
+        """Folder of config.json and processors."""
+        return self.folder
+
+    @property
+    def is_new(self) -> bool:
+        """True if the network's weights are drawn."""
+        return RANDOM_WEIGHTS in self.config
+
+    @property
+    def rename_map(self) -> dict[str, str]:
+        """New names of observations."""
+        return {} if self.processors is None else dict(self.processors.rename_map)
+
+
+def find_source(checkpoint: str, saved: str = "") -> Source:
+    """The directory that the option `checkpoint` names, or the `saved` folder in its place. Reads no tensor.
+
+    Raises `PolicyError` if it is missing or lacks something, and for weights that nothing reads.
+    """
+    named = saved or checkpoint
+    if not named:
+        raise PolicyError("act needs a checkpoint: set policy.options.checkpoint to its directory")
+    check_folders({"checkpoint": named})
+    folder = Path(named).resolve()
+    raw = read_config(folder)
+    if is_random(folder):
+        return Source(folder, raw, None)
+    raw = {name: value for name, value in raw.items() if name != RANDOM_WEIGHTS}
+    checked_config(folder, raw)
+    shards = Shards.find(folder)
+    has_processors = (folder / PRE).exists() or (folder / POST).exists()
+    older = not has_processors and any(map(BUFFERS.match, shards.files))
+    processors = None if older else read_default(folder, raw)
+    read = weight_files(folder) | ({folder / EXTRAS} if saved else set())
+    if processors is not None:
+        read |= {folder / PRE, folder / POST, *processors.state_files}
+    check_all_is_read(folder, read, PASSED_FOLDERS, lambda path: None)
+    return Source(folder, raw, processors)
+
+
+def load_network(source: Source, config: ActConfig) -> ActNetwork:
+    """The network on the CPU. Raises `PolicyError` unless the files have exactly its tensors, beside statistics."""
+    with torch.device("meta"):
+        network = ActNetwork(config.sizes)
+    check_weights(source.folder / CONFIG, network)
+    if source.is_new:
+        return _drawn(source, config, sum(tensor.numel() for tensor in network.state_dict().values()))
+    network.load_state_dict(read_weights(source.folder, network), assign=True)
+    return network.eval()
+
+
+def read_weights(folder: Path, network: ActNetwork) -> dict[str, Tensor]:
+    """Tensors of a directory, by the network's names. Raises `PolicyError`."""
+    expected = {f"{PREFIX}{name}": tensor for name, tensor in network.state_dict().items()}
+    found = _read(Shards.find(folder), expected)
+    return {name.removeprefix(PREFIX): found[name].float() for name in expected}
+
+
+def _read(shards: Shards, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return shards.read({**expected, **shards.empty(name for name in shards.files if BUFFERS.match(name))})
+
+
+def _drawn(source: Source, config: ActConfig, count: int) -> ActNetwork:
+    path, seed = source.folder / CONFIG, source.config[RANDOM_WEIGHTS]
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise PolicyError(f"{path}: {RANDOM_WEIGHTS} must be a seed, got {shown(seed)}")
+    if count > MOST_DRAWN:
+        raise PolicyError(f"{path} describes a network of {count} numbers; at most {MOST_DRAWN} are drawn")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        network = ActNetwork(config.sizes)
+        network.draw()
+    return network.eval()
+
+
+def read_units(source: Source, config: ActConfig, keys: Sequence[str]) -> dict[str, Units]:
+    """Units of these pictures, the state and the action. Raises `PolicyError` where statistics are missing."""
+    if source.processors is not None:
+        found = default_units(source.processors, keys)
+    else:
+        shards = Shards.find(source.folder)
+        found = {key: buffer_units(shards, config.mode_of(key), key) for key in keys}
+    sizes = {key: 3 for key in config.cameras} | {STATE: config.state_dim, ACTION: config.action_dim}
+    return {key: _of_size(source, key, units, sizes[key]) for key, units in found.items()}
+
+
+def _of_size(source: Source, key: str, units: Units, size: int) -> Units:
+    if units.centre.dim() and len(units.centre) != size:
+        raise PolicyError(
+            f"{source.folder}: the statistics of {key} are of {len(units.centre)} numbers, and {CONFIG} has {size}: "
+            "take both from one training"
+        )
+    return Units(units.centre.expand(size), units.scale.expand(size))
+
+
+def save_directory(
+    network: ActNetwork, source: Source, folder: Path, config: Mapping[str, Any], units: Mapping[str, Units]
+) -> None:
+    """Write the network, and processors with statistics that give these units."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{PREFIX}{name}": t.detach().cpu().contiguous() for name, t in sorted(network.state_dict().items())}
+    write_tensors(folder / SINGLE, tensors)
+    (folder / INDEX).unlink(missing_ok=True)
+    write_json(folder / CONFIG, {name: value for name, value in config.items() if name not in OWN - {"backbone_width"}})
+    write_default(folder, config, {name: _on_cpu(each) for name, each in units.items()}, source.rename_map)
+
+
+def _on_cpu(units: Units) -> Units:
+    return Units(units.centre.cpu(), units.scale.cpu())

@@ -1,0 +1,192 @@
+"""config.json of ACT, as LeRobot writes it: which network it is, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from policies.act.network import ActSizes
+from policies.contract import PolicyError, PolicySpec
+from policies.files import CONFIG, checked, read_json, shown
+from policies.lerobot.config import check_known_entries
+from policies.lerobot.features import IMAGES
+from policies.lerobot.processors import ACTION, STATE, Feature, Text
+from policies.random_weights import RANDOM_WEIGHTS
+from policies.units import Mode
+
+OWN = {"kind", "spec", "architecture", RANDOM_WEIGHTS, "backbone_width"}
+"""Entries that this project alone has: others' programs refuse them."""
+PASSED = (
+    "device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
+    "pretrained_revision", "pretrained_backbone_weights", "dropout", "optimizer_", "scheduler_",
+)  # fmt: skip
+"""Beginnings of entries that say how it was trained, on which machine, or where it was published."""
+
+Size = Annotated[int, Field(ge=1, le=2**14)]
+Layers = Annotated[int, Field(ge=1, le=64)]
+
+
+class ActConfig(BaseModel, extra="ignore", frozen=True):
+    """The entries that are applied, with LeRobot's defaults."""
+
+    type: Literal["act"]
+    n_obs_steps: Literal[1] = 1
+    input_features: dict[Text, Feature] = {}
+    output_features: dict[Text, Feature] = {}
+    normalization_mapping: dict[Text, Mode] = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    chunk_size: Size = 100
+    n_action_steps: Size = 100
+    vision_backbone: Literal["resnet18", "resnet34"] = "resnet18"
+    replace_final_stride_with_dilation: Literal[False, 0] | None = False
+    pre_norm: bool = False
+    dim_model: Size = 512
+    n_heads: Size = 8
+    dim_feedforward: Size = 3200
+    feedforward_activation: Literal["relu", "gelu"] = "relu"
+    n_encoder_layers: Layers = 4
+    n_decoder_layers: Layers = 1
+    use_vae: bool = True
+    latent_dim: Size = 32
+    n_vae_encoder_layers: Layers = 4
+    temporal_ensemble_coeff: None = None
+    kl_weight: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 10.0
+    backbone_width: Annotated[int, Field(ge=1, le=256)] = 64
+    """Width of the ResNet's first layers; this project's own."""
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the pictures that the network reads, in order."""
+        return tuple(key for key, feature in self.input_features.items() if feature.type == "VISUAL")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of all that is normalised."""
+        return (*self.cameras, *([STATE] if self.state_dim else []), ACTION)
+
+    def mode_of(self, key: str) -> Mode:
+        """Normalisation of a feature."""
+        feature = (self.output_features if key == ACTION else self.input_features)[key]
+        return self.normalization_mapping.get(feature.type, "IDENTITY")
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of the state that it reads."""
+        state = self.input_features.get(STATE)
+        return state.shape[0] if state is not None and state.type == "STATE" else 0
+
+    @property
+    def action_dim(self) -> int:
+        return self.output_features[ACTION].shape[0]
+
+    @property
+    def image_size(self) -> int:
+        """Height and width of the pictures in pixels."""
+        return self.input_features[self.cameras[0]].shape[1]
+
+    @property
+    def sizes(self) -> ActSizes:
+        """Sizes of the network."""
+        return ActSizes(
+            state_dim=self.state_dim,
+            action_dim=self.action_dim,
+            cameras=len(self.cameras),
+            chunk=self.chunk_size,
+            backbone=self.vision_backbone,
+            backbone_width=self.backbone_width,
+            width=self.dim_model,
+            heads=self.n_heads,
+            feedforward=self.dim_feedforward,
+            activation=self.feedforward_activation,
+            encoder_layers=self.n_encoder_layers,
+            decoder_layers=self.n_decoder_layers,
+            norm_first=self.pre_norm,
+            vae=self.use_vae,
+            latent=self.latent_dim,
+            vae_layers=self.n_vae_encoder_layers,
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The object in a directory's config.json.
+
+    Raises `PolicyError` for another policy's, for an entry that asks for what is not done here, and for one that is not
+    known unless it is off: false, null, 0 or empty.
+    """
+    path = folder / CONFIG
+    raw = read_json(path)
+    if raw.get("type") != "act":
+        raise PolicyError(
+            f"{path}: type is {shown(raw.get('type'))}, and LeRobot's directories of ACT have act: name one of them"
+        )
+    if raw.get("use_peft"):
+        raise PolicyError(f"{path}: use_peft is true, and adapters of ACT are not read: merge it into the weights")
+    if raw.get("temporal_ensemble_coeff") is not None:
+        raise PolicyError(
+            f"{path}: temporal_ensemble_coeff is {shown(raw['temporal_ensemble_coeff'])}, and chunks are not averaged "
+            "here: set it to null to act without"
+        )
+    check_known_entries(path, raw, OWN | set(ActConfig.model_fields), PASSED, {})
+    return raw
+
+
+def checked_config(folder: Path, raw: Mapping[str, Any]) -> ActConfig:
+    """The entries of a directory's config.json. Raises `PolicyError` for one that no network here has."""
+    path = folder / CONFIG
+    config = checked(path, ActConfig, raw)
+    _check_features(path, config)
+    if config.dim_model % 4 or config.dim_model % config.n_heads:
+        raise PolicyError(
+            f"{path}: dim_model is {config.dim_model}, and must be a multiple of 4 and of n_heads, {config.n_heads}"
+        )
+    if config.n_action_steps > config.chunk_size:
+        raise PolicyError(
+            f"{path}: n_action_steps is {config.n_action_steps}, and of a chunk of {config.chunk_size} at most all "
+            "are executed: set it to fewer"
+        )
+    return config
+
+
+def _check_features(path: Path, config: ActConfig) -> None:
+    for key, feature in config.input_features.items():
+        if feature.type == "ENV":
+            raise PolicyError(
+                f"{path}: input_features has {shown(key)}, a state of the environment, which no simulator here gives "
+                "as LeRobot's do: take a policy of pictures and the robot's state"
+            )
+        if feature.type == "VISUAL" and (len(feature.shape) != 3 or feature.shape[0] != 3 or min(feature.shape) < 1):
+            raise PolicyError(f"{path}: {shown(key)} has the shape {feature.shape}, and pictures have [3, H, W]")
+    shapes = {tuple(config.input_features[key].shape) for key in config.cameras}
+    if len(shapes) != 1 or any(height != width for _, height, width in shapes):
+        said = ", ".join(f"{key} {config.input_features[key].shape}" for key in config.cameras) or "none"
+        raise PolicyError(
+            f"{path}: input_features has the pictures {said[:500]}; the network reads at least one, and pictures here "
+            "are square and of one size"
+        )
+    action = config.output_features.get(ACTION)
+    if action is None or action.type != "ACTION" or len(config.output_features) != 1:
+        raise PolicyError(f"{path}: output_features has {shown(list(config.output_features))}, and must have {ACTION}")
+    vectors = [action, *(config.input_features[STATE] for _ in range(STATE in config.input_features))]
+    if any(len(feature.shape) != 1 or feature.shape[0] < 1 for feature in vectors):
+        raise PolicyError(
+            f"{path}: {STATE} and {ACTION} have one number of numbers, got {shown([v.shape for v in vectors])}"
+        )
+
+
+def for_task(raw: Mapping[str, Any], spec: PolicySpec) -> dict[str, Any]:
+    """config.json of a network that is new: it reads what the task gives, and predicts as many actions."""
+    shape = [3, spec.image_size, spec.image_size]
+    features = {f"{IMAGES}{camera}": {"type": "VISUAL", "shape": shape} for camera in spec.cameras}
+    if spec.proprio_dim:
+        features = {STATE: {"type": "STATE", "shape": [spec.proprio_dim]}, **features}
+    actions = {ACTION: {"type": "ACTION", "shape": [spec.action_dim]}}
+    predicted = spec.horizon or raw.get("chunk_size", spec.chunk)
+    return {
+        **raw,
+        "input_features": features,
+        "output_features": actions,
+        "chunk_size": predicted,
+        "n_action_steps": spec.chunk,
+    }

@@ -1,0 +1,298 @@
+"""ACT as a policy: a chunk of actions, around which reinforcement learning explores with a learned deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policies.act.checkpoint import IMAGENET, find_source, load_network, read_units
+from policies.act.config import checked_config, for_task
+from policies.act.network import Encoded, Observation
+from policies.capabilities import Normalised
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.files import CONFIG, shown
+from policies.layers import (
+    checked_noise,
+    checked_widths,
+    counted_mean,
+    gaussian_entropy,
+    gaussian_log_prob,
+    mlp,
+    only_counted,
+)
+from policies.lerobot.features import ordered_cameras
+from policies.lerobot.processors import ACTION, STATE
+from policies.small.encoders import vector
+from policies.transforms import Transforms
+from policies.units import DEMONSTRATIONS, RobotUnits, StoredUnits, Units, demonstrated, identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActOptions:
+    """Options of the policy act. Raises `PolicyError` for a value that an option does not take."""
+
+    checkpoint: str = ""
+    """Directory of LeRobot's, or of a new network."""
+    weights: str = ""
+    """Folder of a saved policy, which takes the place of the checkpoint; `policies.load` sets it."""
+    asset: str = ""
+    """`demonstrations`: the statistics of states and actions are those of the rows learned from, as they are for a new
+    network; "": the checkpoint's."""
+    transforms: Sequence[Mapping[str, Any]] = ()
+    """Entries of `policies.transforms`."""
+    initial_log_std: float = -2.0
+    """Logarithm of the deviation of actions, in the network's units, with which reinforcement learning begins."""
+    critic_trains_network: bool = False
+    """True: the value loss's gradient reaches the network."""
+    value_widths: Sequence[int] = (512, 128)
+    """Widths of the value head's hidden layers."""
+
+    def __post_init__(self) -> None:
+        if self.asset not in ("", DEMONSTRATIONS):
+            raise PolicyError(f"act's asset is {DEMONSTRATIONS} or empty, got {shown(self.asset)}")
+        if not -20 <= self.initial_log_std <= 2:
+            raise PolicyError(f"act's initial_log_std is of -20 to 2, got {shown(self.initial_log_std)}")
+
+    def as_data(self) -> dict[str, Any]:
+        """All but `weights`, as JSON has them."""
+        data = {name: value for name, value in asdict(self).items() if name != "weights"}
+        lists = {"transforms": Transforms(self.transforms).as_data(), "value_widths": list(self.value_widths)}
+        return data | lists | {"initial_log_std": float(self.initial_log_std)}
+
+
+class Act(Policy):
+    """Reads frames and, where the network has a state, proprioception.
+
+    Of the N actions of a chunk the first C are executed. They are drawn from normal distributions around what the
+    network gives, with a deviation `log_std` [N, A] that does not depend on the observation; densities are of the
+    network's numbers. The latent is zero. Of the noise, the first C * A numbers draw the actions; the last L draw the
+    latent in supervised learning.
+
+    The value head reads the mean over the encoder's tokens, and the normalised state.
+    """
+
+    kind = "act"
+    pictures: Tensor
+    """[K, 2, 3] float64: centre and scale of the pictures' units, of numbers in 0..1."""
+
+    def __init__(self, spec: PolicySpec, options: ActOptions) -> None:
+        """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
+        super().__init__()
+        self.source = source = find_source(options.checkpoint, options.weights)
+        asset = DEMONSTRATIONS if source.is_new else options.asset
+        checkpoint = str(Path(options.checkpoint).resolve()) if options.checkpoint else ""
+        self.options = options = replace(options, checkpoint=checkpoint, asset=asset)
+        self.transforms = Transforms(options.transforms)
+        if asset == DEMONSTRATIONS:
+            self.transforms.check_demonstrated_units()
+        shown_spec = self.transforms.spec(spec)
+        self.config = checked_config(
+            source.folder, for_task(source.config, shown_spec) if source.is_new else source.config
+        )
+        self._check_spec(shown_spec)
+        self.cameras = ordered_cameras(source, spec.cameras) if not source.is_new else spec.cameras
+        self.spec = spec = replace(spec, horizon=self.config.chunk_size)
+        self.network = load_network(source, self.config)
+        self.units, pictures = self._read_units()
+        self.register_buffer("pictures", pictures)
+        self.executed = spec.chunk * spec.action_dim
+        self.noise_dim = self.executed + self.config.latent_dim
+        self.log_std = nn.Parameter(torch.full((spec.horizon, spec.action_dim), float(options.initial_log_std)))
+        widths = checked_widths("value_widths", options.value_widths)
+        self.value_head = mlp(self.config.dim_model + self.config.state_dim, widths, 1, last_gain=1.0)
+
+    # --- the contract
+
+    @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        mean, value = self._decided(inputs)
+        log_std, said = self._log_std(), mean
+        if noise is not None:
+            z = checked_noise(noise, self.noise_dim)[:, : self.executed].view_as(mean)
+            said = torch.addcmul(mean, z, log_std.exp())
+        log_prob = gaussian_log_prob(said, mean, log_std)
+        return Action(self._actions(said, inputs), log_prob, value, {"action": said})
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        mean, value = self._decided(inputs)
+        log_std = self._log_std()
+        log_prob = gaussian_log_prob(trace["action"], mean, log_std)
+        return Evaluation(log_prob, gaussian_entropy(log_std).expand_as(log_prob), value)
+
+    @torch.no_grad()
+    def value(self, inputs: Inputs) -> Tensor:
+        seen = self._observation(inputs)
+        return self._value_of(self._encoded(seen), seen)
+
+    def imitate(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> Tensor:
+        """The mean distance |a - a'| of a row's counted actions, and `kl_weight` times the divergence of its latent
+        from the standard normal distribution."""
+        distance, divergence = self.losses(inputs, actions, counted, noise)
+        return distance + self.config.kl_weight * divergence
+
+    def losses(self, inputs: Inputs, actions: Tensor, counted: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """[B] mean distance, and [B] divergence in nats: 0 without a VAE, and for a row without counted actions.
+
+        KL(N(m, s^2) || N(0, 1)) = -1/2 sum(1 + log s^2 - m^2 - s^2) (arXiv 1312.6114, appendix B).
+        """
+        seen = self._observation(inputs)
+        # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
+        wanted = only_counted(self._normalised(actions, inputs), counted)
+        latent, divergence = self._latent_of_none(seen), seen.state.new_zeros(len(seen.state))
+        if self.config.use_vae:
+            z = checked_noise(noise, self.noise_dim)[:, self.executed :]
+            mean, log_variance = self.network.posterior(seen.state, wanted, counted)
+            latent = mean + (log_variance / 2).exp() * z
+            each = -0.5 * (1 + log_variance - mean.square() - log_variance.exp())
+            divergence = each.sum(1) * counted.any(1)
+        found = self.network.decode(self.network.encode(seen, latent))
+        return counted_mean((found - wanted).abs(), counted), divergence
+
+    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
+        if self.options.asset == DEMONSTRATIONS:
+            nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
+            state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
+            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
+            self.units.fill(demonstrated(state, said))
+
+    own_units = f"asset {DEMONSTRATIONS}"
+
+    @property
+    def normalised_by(self) -> str:
+        return "the rows learned from" if self.options.asset == DEMONSTRATIONS else "the checkpoint's own"
+
+    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
+        given = self._given(inputs)
+        said = self.transforms.demonstrated(actions[:, None].double(), given)[:, 0]
+        found = [Normalised("action", said, *self.units.action.ends)]
+        if given is not None:
+            found.append(Normalised("proprio", self.transforms.state(given), *self.units.state.ends))
+        return found
+
+    def architecture(self) -> dict[str, Any]:
+        return self.options.as_data()
+
+    def described(self) -> tuple[dict[str, Any], dict[str, Units]]:
+        """Entries of config.json of the policy as it is, and units of pictures, state and action by LeRobot's names.
+
+        What was learned by units of demonstrations is normalised by them, also where the checkpoint left it as it was.
+        """
+        modes = dict(self.config.normalization_mapping)
+        if self.options.asset == DEMONSTRATIONS:
+            modes |= {kind: "MEAN_STD" for kind in ("STATE", "ACTION") if modes.get(kind, "IDENTITY") == "IDENTITY"}
+        entries = self.config.model_dump(mode="json") | {
+            "normalization_mapping": modes,
+            "n_action_steps": self.spec.chunk,
+            "pretrained_backbone_weights": None,  # LeRobot would fetch them before it reads the folder's own
+        }
+        pictures = {key: Units(*ends) for key, ends in zip(self.config.cameras, self.pictures, strict=True)}
+        state = {STATE: self.units.state} if self.config.state_dim else {}
+        return {**self.source.config, **entries}, pictures | state | {ACTION: self.units.action}
+
+    # --- what the network reads
+
+    def _decided(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The executed part of the chunk [B, C, A] in the network's units, and values [B]."""
+        seen = self._observation(inputs)
+        encoded = self._encoded(seen)
+        return self.network.decode(encoded)[:, : self.spec.chunk], self._value_of(encoded, seen)
+
+    def _encoded(self, seen: Observation) -> Encoded:
+        return self.network.encode(seen, self._latent_of_none(seen))
+
+    def _latent_of_none(self, seen: Observation) -> Tensor:
+        return seen.state.new_zeros(len(seen.state), self.config.latent_dim)
+
+    def _value_of(self, encoded: Encoded, seen: Observation) -> Tensor:
+        summary = encoded.tokens.mean(1)
+        if not self.options.critic_trains_network:
+            summary = summary.detach()
+        return self.value_head(torch.cat([summary, seen.state], 1)).squeeze(-1)
+
+    def _log_std(self) -> Tensor:
+        """[C, A]."""
+        return self.log_std[: self.spec.chunk]
+
+    def _observation(self, inputs: Inputs) -> Observation:
+        pixels = []
+        for name, (centre, scale) in zip(self.cameras, self.pictures.float(), strict=True):
+            frames = inputs.frames.get(name)
+            if frames is None:
+                given = ", ".join(inputs.frames) or "none"
+                raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
+            if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
+                raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
+            shown_frames = self.transforms.frames(frames).permute(0, 3, 1, 2)
+            pixels.append((shown_frames.float() / 255 - centre[:, None, None]) / scale[:, None, None])
+        given_state = self._given(inputs)
+        if given_state is None:
+            state = pixels[0].new_zeros(len(pixels[0]), 0)
+        else:
+            state = self.units.state.normalise(self.transforms.state(given_state)).float()
+        return Observation(torch.stack(pixels, 1), state)
+
+    def _given(self, inputs: Inputs) -> Tensor | None:
+        """[B, P] as the environment gives it, where it is read."""
+        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
+
+    def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
+        """[B, N, A] in the environment's units to the network's."""
+        said = self.transforms.demonstrated(actions.double(), self._given(inputs))
+        return self.units.action.normalise(said).float()
+
+    def _actions(self, said: Tensor, inputs: Inputs) -> Tensor:
+        """[B, C, A] in the network's units to the environment's."""
+        return self.transforms.executed(self.units.action.unnormalise(said), self._given(inputs)).float()
+
+    # --- what is built
+
+    def _check_spec(self, spec: PolicySpec) -> None:
+        """Raise `PolicyError` where the network cannot see or do what the task, after the transforms, has."""
+        config, path = self.config, self.source.folder / CONFIG
+        if spec.chunk > config.chunk_size:
+            raise PolicyError(
+                f"{path}: the network predicts {config.chunk_size} actions, and policy.chunk is {spec.chunk}: at most "
+                "that are executed"
+            )
+        if spec.horizon not in (0, config.chunk_size):
+            raise PolicyError(
+                f"{path}: the network predicts {config.chunk_size} actions (chunk_size), each by weights of its own, "
+                f"and policy.horizon is {spec.horizon}: leave it out"
+            )
+        if len(spec.cameras) != len(config.cameras):
+            raise PolicyError(
+                f"{path}: the network reads the pictures {', '.join(config.cameras)}, and the task gives "
+                f"{', '.join(spec.cameras) or 'none'}: set env.cameras to as many, and have images in policy.reads"
+            )
+        if spec.image_size != config.image_size:
+            raise PolicyError(
+                f"{path}: the network was trained with pictures of {config.image_size} pixels, and the task gives "
+                f"{spec.image_size}: set env.image_size to {config.image_size}"
+            )
+        if bool(spec.proprio_dim) != bool(config.state_dim):
+            wanted = "reads the robot's state: add" if config.state_dim else "reads no state of the robot: take"
+            there = "to" if config.state_dim else "out of"
+            raise PolicyError(f"{path}: the network {wanted} 'proprio' {there} policy.reads")
+        if (spec.proprio_dim, spec.action_dim) != (config.state_dim, config.action_dim):
+            raise PolicyError(
+                f"{path}: the network's states and actions have {config.state_dim} and {config.action_dim} numbers, "
+                f"the task's {spec.proprio_dim} and {spec.action_dim}: take a checkpoint of this robot, or choose "
+                "numbers of the state with policy.options.transforms"
+            )
+
+    def _read_units(self) -> tuple[StoredUnits, Tensor]:
+        """Units of state and actions, and `pictures`."""
+        config = self.config
+        robot, found = identity(config.state_dim, config.action_dim), dict.fromkeys(config.cameras, IMAGENET)
+        if not self.source.is_new:
+            learned = self.options.asset == DEMONSTRATIONS
+            found = read_units(self.source, config, config.cameras if learned else config.keys)
+            robot = robot if learned else RobotUnits(found.get(STATE, robot.state), found[ACTION])
+        return StoredUnits(robot), torch.stack(
+            [torch.stack([found[key].centre, found[key].scale]) for key in config.cameras]
+        )
