@@ -184,6 +184,12 @@ def decide(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Action:
     return action_to_host(policy.act(inputs.to(device), None if noise is None else noise.to(device)))
 
 
+def predict(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Tensor:
+    """The policy's `predict`, with inputs, noise and predictions in the host's memory."""
+    device = device_of(policy)
+    return policy.predict(inputs.to(device), None if noise is None else noise.to(device)).cpu()
+
+
 def action_to_host(action: Action) -> Action:
     """The action in the host's memory."""
     found = to_host(

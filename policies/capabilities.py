@@ -118,6 +118,22 @@ class ResizesFrames(Protocol):
 
 
 @runtime_checkable
+class Ensembles(Protocol):
+    """A policy that decides at every env step, and whose predictions of one step by several decisions are averaged
+    where it is evaluated (temporal ensembling, arXiv 2304.13705)."""
+
+    @property
+    def ensemble(self) -> float | None:
+        """m of the weights exp(-m i), i = 0 for the oldest prediction. None: a decision's own actions are executed."""
+        ...
+
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        """[B, P, A] float32 in the environment's units, P = `spec.predicted`: the actions of a decision, of which those
+        of `act`'s chunk are the first. No gradient."""
+        ...
+
+
+@runtime_checkable
 class HasAdapter(Protocol):
     """A policy on whose network a low-rank adapter may hang."""
 
@@ -179,7 +195,7 @@ class SampledElsewhere(Protocol):
 
 
 PROTOCOLS: tuple[type, ...] = (
-    *(Imitates, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, HasAdapter, GathersInGroups),
+    *(Imitates, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Ensembles, HasAdapter, GathersInGroups),
     SampledElsewhere,
 )
 METHODS = {

@@ -30,13 +30,15 @@ import torch
 
 from embodied import progress
 from embodied.config.schema import Config
-from embodied.devices import decide
+from embodied.devices import decide, predict
 from embodied.errors import UserError
 from embodied.rollout.environment_groups import EnvironmentGroup, groups_of, next_group
+from embodied.rollout.temporal_ensemble import TemporalEnsemble
 from embodied.statistics import latency_percentiles, mean_interval, wilson
 from embodied.trajectories.batch import EpisodeSums, to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.workflows.context import make_policy
+from policies.capabilities import Ensembles
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm, FarmAddress, WorkerTimeout
@@ -221,6 +223,10 @@ class _Task:
         """The same chunks as the policy decided, where noise was added."""
         self._begun = [""] * num_envs
         """Digest of the first observation of each environment's episode."""
+        self._ensemble = policy.ensemble if isinstance(policy, Ensembles) else None
+        """Coefficient with which predictions of several decisions are averaged."""
+        self._ensembles: dict[int, TemporalEnsemble] = {}
+        """Decisions of each environment's episode, where predictions are averaged."""
         self._groups = groups_of(self._farm)
         self._threads = ThreadPoolExecutor(len(self._groups), "decisions") if policy_kind(policy.kind).waits else None
         self._deciding: dict[int, _Deciding] = {}
@@ -276,7 +282,10 @@ class _Task:
         """Decide for the group and submit its chunks; or begin to, where the policy waits for another program."""
         inputs = to_inputs(seen, self._reads, self._episodes)
         for row in np.flatnonzero(seen.active & (seen.episode_step == 0)).tolist():
-            self._begun[int(seen.envs[row])] = _digest(seen, row)
+            env = int(seen.envs[row])
+            self._begun[env] = _digest(seen, row)
+            if self._ensemble is not None:
+                self._ensembles[env] = TemporalEnsemble(self._ensemble)
         if self._instruction is not None:
             inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
         if not seen.active.all():  # resting rows repeat one that has an episode: see the module's docstring
@@ -300,7 +309,10 @@ class _Task:
         deciding = self._deciding.pop(number)
         decided, ended = deciding.action.result()
         self._times.end(deciding.begun, ended)
-        seen, executed = deciding.seen, decided
+        seen = deciding.seen
+        if self._ensemble is not None:
+            decided = self._averaged(seen, decided)
+        executed = decided
         if self._disturbance:
             noise = self._draw(seen, self._disturbances).reshape(decided.shape)
             executed = np.add(decided, np.float32(self._disturbance) * noise, dtype=np.float32)
@@ -310,6 +322,13 @@ class _Task:
             if self._disturbance:
                 self._decided[env].append(decided[row])
         self._farm.submit(number, executed)
+
+    def _averaged(self, seen: Observations, predicted: Float32) -> Float32:
+        """[n, 1, A] actions of the env step, of the decisions [n, P, A] of its environments and their earlier ones."""
+        actions = predicted[:, :1].copy()
+        for row in np.flatnonzero(seen.active).tolist():
+            actions[row, 0] = self._ensembles[int(seen.envs[row])].action(predicted[row])
+        return actions
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
         """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials. A trial that
@@ -355,7 +374,7 @@ class _Deciding:
     seen: Observations
     begun: float
     action: Future[tuple[Float32, float]]
-    """[n, C, A] chunks, and the time at which they were complete."""
+    """[n, C, A] chunks, or [n, P, A] predictions that are averaged, and the time at which they were complete."""
 
 
 def _digest(seen: Observations, row: int) -> str:
@@ -367,7 +386,9 @@ def _digest(seen: Observations, row: int) -> str:
 
 
 def _timed(policy: Policy, inputs: Inputs, noise: torch.Tensor | None) -> tuple[Float32, float]:
-    chunk = decide(policy, inputs, noise).chunk.numpy()
+    """[n, C, A] chunks, or all [n, P, A] predictions where these are averaged, and the time."""
+    averaged = isinstance(policy, Ensembles) and policy.ensemble is not None
+    chunk = (predict(policy, inputs, noise) if averaged else decide(policy, inputs, noise).chunk).numpy()
     return chunk, time.monotonic()
 
 

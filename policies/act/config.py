@@ -24,6 +24,8 @@ PASSED = (
     "pretrained_revision", "pretrained_backbone_weights", "dropout", "optimizer_", "scheduler_",
 )  # fmt: skip
 """Beginnings of entries that say how it was trained, on which machine, or where it was published."""
+MOST_ENSEMBLE = 100.0
+"""Largest coefficient of temporal ensembling: with more, one prediction alone counts."""
 
 Size = Annotated[int, Field(ge=1, le=2**14)]
 Layers = Annotated[int, Field(ge=1, le=64)]
@@ -51,7 +53,7 @@ class ActConfig(BaseModel, extra="ignore", frozen=True):
     use_vae: bool = True
     latent_dim: Size = 32
     n_vae_encoder_layers: Layers = 4
-    temporal_ensemble_coeff: None = None
+    temporal_ensemble_coeff: Annotated[float, Field(ge=-MOST_ENSEMBLE, le=MOST_ENSEMBLE)] | None = None
     kl_weight: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 10.0
     backbone_width: Annotated[int, Field(ge=1, le=256)] = 64
     """Width of the ResNet's first layers; this project's own."""
@@ -123,11 +125,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if raw.get("use_peft"):
         raise PolicyError(f"{path}: use_peft is true, and adapters of ACT are not read: merge it into the weights")
-    if raw.get("temporal_ensemble_coeff") is not None:
-        raise PolicyError(
-            f"{path}: temporal_ensemble_coeff is {shown(raw['temporal_ensemble_coeff'])}, and chunks are not averaged "
-            "here: set it to null to act without"
-        )
     check_known_entries(path, raw, OWN | set(ActConfig.model_fields), PASSED, {})
     return raw
 

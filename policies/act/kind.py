@@ -34,13 +34,18 @@ class ActFormat(PolicyFormat):
         source = find_source(architecture.get("checkpoint", ""))
         if source.is_new:
             return ()
-        own = checked_config(source.folder, source.config).n_action_steps
-        if own == chunk:
-            return ()
-        return (
-            f"{source.folder}: LeRobot executes {own} actions of a chunk (n_action_steps), and policy.chunk is "
-            f"{chunk}: results are of {chunk}",
-        )
+        config, found = checked_config(source.folder, source.config), []
+        if config.n_action_steps != chunk:
+            found.append(
+                f"{source.folder}: LeRobot executes {config.n_action_steps} actions of a chunk (n_action_steps), and "
+                f"policy.chunk is {chunk}: results are of {chunk}"
+            )
+        if config.temporal_ensemble_coeff is not None and chunk > 1:
+            found.append(
+                f"{source.folder}: LeRobot averages the predictions of each env step (temporal_ensemble_coeff), and "
+                f"policy.chunk is {chunk}: set it to 1 to evaluate so"
+            )
+        return found
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
@@ -86,7 +91,9 @@ ACT = PolicyKind(
     Act,
     ActOptions,
     ActFormat(),
-    incidental=frozenset({"checkpoint", "initial_log_std", "critic_trains_network", "spec.chunk", "spec.horizon"}),
+    incidental=frozenset(
+        {"checkpoint", "temporal_ensemble", "initial_log_std", "critic_trains_network", "spec.chunk", "spec.horizon"}
+    ),
     pretrained=True,
     predicts_more=True,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.act.checkpoint import IMAGENET, find_source, load_network, read_units
-from policies.act.config import checked_config, for_task
+from policies.act.config import MOST_ENSEMBLE, checked_config, for_task
 from policies.act.network import Encoded, Observation
 from policies.capabilities import Normalised
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
@@ -45,6 +45,9 @@ class ActOptions:
     network; "": the checkpoint's."""
     transforms: Sequence[Mapping[str, Any]] = ()
     """Entries of `policies.transforms`."""
+    temporal_ensemble: float | None = None
+    """Coefficient of temporal ensembling in evaluations, with `policy.chunk` 1. None: the checkpoint's
+    (`temporal_ensemble_coeff`), if it has one."""
     initial_log_std: float = -2.0
     """Logarithm of the deviation of actions, in the network's units, with which reinforcement learning begins."""
     critic_trains_network: bool = False
@@ -55,6 +58,11 @@ class ActOptions:
     def __post_init__(self) -> None:
         if self.asset not in ("", DEMONSTRATIONS):
             raise PolicyError(f"act's asset is {DEMONSTRATIONS} or empty, got {shown(self.asset)}")
+        given = self.temporal_ensemble
+        if given is not None and (type(given) not in (int, float) or not abs(given) <= MOST_ENSEMBLE):
+            raise PolicyError(
+                f"act's temporal_ensemble is a number of -{MOST_ENSEMBLE:g} to {MOST_ENSEMBLE:g}, got {shown(given)}"
+            )
         if not -20 <= self.initial_log_std <= 2:
             raise PolicyError(f"act's initial_log_std is of -20 to 2, got {shown(self.initial_log_std)}")
 
@@ -106,6 +114,12 @@ class Act(Policy):
         widths = checked_widths("value_widths", options.value_widths)
         self.value_head = mlp(self.config.dim_model + self.config.state_dim, widths, 1, last_gain=1.0)
 
+    @property
+    def ensemble(self) -> float | None:
+        given = self.options.temporal_ensemble
+        found = self.config.temporal_ensemble_coeff if given is None else given
+        return found if self.spec.chunk == 1 else None
+
     # --- the contract
 
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
@@ -117,6 +131,16 @@ class Act(Policy):
             said = torch.addcmul(mean, z, log_std.exp())
         log_prob = gaussian_log_prob(said, mean, log_std)
         return Action(self._actions(said, inputs), log_prob, value, {"action": said})
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        """[B, N, A]. The noise draws the first C actions, as in `act`; the others are the mode."""
+        said = self.network.decode(self._encoded(self._observation(inputs)))
+        if noise is not None:
+            z = checked_noise(noise, self.noise_dim)[:, : self.executed].view(len(said), self.spec.chunk, -1)
+            drawn = torch.addcmul(said[:, : self.spec.chunk], z, self._log_std().exp())
+            said = torch.cat([drawn, said[:, self.spec.chunk :]], 1)
+        return self._actions(said, inputs)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         mean, value = self._decided(inputs)
@@ -188,6 +212,7 @@ class Act(Policy):
         entries = self.config.model_dump(mode="json") | {
             "normalization_mapping": modes,
             "n_action_steps": self.spec.chunk,
+            "temporal_ensemble_coeff": self.ensemble,  # LeRobot refuses one where more actions are executed
             "pretrained_backbone_weights": None,  # LeRobot would fetch them before it reads the folder's own
         }
         pictures = {key: Units(*ends) for key, ends in zip(self.config.cameras, self.pictures, strict=True)}
@@ -258,6 +283,11 @@ class Act(Policy):
             raise PolicyError(
                 f"{path}: the network predicts {config.chunk_size} actions, and policy.chunk is {spec.chunk}: at most "
                 "that are executed"
+            )
+        if spec.chunk > 1 and self.options.temporal_ensemble is not None:
+            raise PolicyError(
+                f"temporal_ensemble averages what is decided at every env step, and policy.chunk is {spec.chunk}: set "
+                "policy.chunk to 1, or leave temporal_ensemble out"
             )
         if spec.horizon not in (0, config.chunk_size):
             raise PolicyError(

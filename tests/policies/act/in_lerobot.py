@@ -14,7 +14,7 @@ import torch
 from drawn import drawn  # pyrefly: ignore[missing-import]
 from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
-from lerobot.policies.act.modeling_act import ACTPolicy
+from lerobot.policies.act.modeling_act import ACTPolicy, ACTTemporalEnsembler
 from lerobot.policies.act.processor_act import make_act_pre_post_processors
 from lerobot.policies.factory import make_pre_post_processors
 from safetensors.torch import load_file, save_file
@@ -116,8 +116,20 @@ def act(directory: Path, given: Path, out: Path) -> None:
     save_file(computed(policy, processors, load_file(given)), out)
 
 
+def ensembles(path: Path) -> None:
+    """Chunks [T, 5, A] of one decision after another, and the actions [T, A] that LeRobot's ensembler makes of them."""
+    chunks = torch.randn(12, 1, 5, ACTION, generator=torch.Generator().manual_seed(SEED))
+    found = {"chunks": chunks[:, 0]}
+    for coefficient in (0.01, 0.0, -0.5):
+        ensembler = ACTTemporalEnsembler(coefficient, 5)
+        found[f"actions.{coefficient}"] = torch.cat([ensembler.update(chunk) for chunk in chunks.clone()])
+    save_file(found, path)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "variants":
+        Path(sys.argv[2]).mkdir()
+        ensembles(Path(sys.argv[2]) / "ensembles.safetensors")
         for each in VARIANTS:
             variant(each, Path(sys.argv[2]) / each)
     else:

@@ -119,7 +119,7 @@ def test_an_exported_policy_is_the_policy(checkpoint: Any, tmp_path: Path) -> No
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
     config = json.loads((tmp_path / "first/config.json").read_text())
     notes = policy_kind("act").format.chunk_notes
-    assert notes({"checkpoint": str(tmp_path / "first")}, 4, ()) == ()
+    assert not notes({"checkpoint": str(tmp_path / "first")}, 4, ())
     (note,) = notes({"checkpoint": str(tmp_path / "first")}, 2, ())
     assert "LeRobot executes 4 actions of a chunk (n_action_steps), and policy.chunk is 2" in note
     assert config["n_action_steps"] == 4 and not {"kind", "spec", "architecture", "backbone_width"} & config.keys()
@@ -209,6 +209,32 @@ def test_the_latent_is_drawn_by_the_noise_in_supervised_learning_alone(tmp_path:
     assert policy.log_std.grad is None, "supervised learning left the deviation to reinforcement"
 
 
+def test_predictions_begin_with_the_chunk(tmp_path: Path) -> None:
+    policy = trained(tmp_path / "new", TASK, {})
+    inputs, noise = task_inputs(TASK), laws.random_noise(policy, 6, 1)
+    mode = policy.predict(inputs, None)
+    assert mode.shape == (6, 6, 3) and policy.ensemble is None
+    assert torch.allclose(mode[:, :2], policy.act(inputs, None).chunk, atol=1e-6)
+    drawn = policy.predict(inputs, noise)
+    assert torch.allclose(drawn[:, :2], policy.act(inputs, noise).chunk, atol=1e-6)
+    assert torch.equal(drawn[:, 2:], mode[:, 2:])
+
+
+def test_predictions_are_averaged_as_the_checkpoint_or_the_option_says(whole: Path, tmp_path: Path) -> None:
+    """With one action of a chunk that is executed: LeRobot refuses more."""
+    entries = {"temporal_ensemble_coeff": 0.01, "n_action_steps": 1}
+    folder = changed(whole, tmp_path / "changed", "config.json", lambda config: config.update(entries))
+    one = replace(SPEC, chunk=1)
+    assert make(folder, one).ensemble == 0.01 and make(folder, one, temporal_ensemble=0.5).ensemble == 0.5
+    assert make(folder).ensemble is None and make(whole, one).ensemble is None
+    (first, second) = policy_kind("act").format.chunk_notes({"checkpoint": str(folder)}, 4, ())
+    assert "executes 1 actions" in first and "set it to 1 to evaluate so" in second
+    for spec, coefficient in ((one, 0.01), (SPEC, None)):
+        policies.export(make(folder, spec), tmp_path / str(spec.chunk))
+        config = json.loads((tmp_path / str(spec.chunk) / "config.json").read_text())
+        assert (config["temporal_ensemble_coeff"], config["n_action_steps"]) == (coefficient, spec.chunk)
+
+
 def test_pictures_are_turned_and_the_gripper_converted(tmp_path: Path) -> None:
     folder = new_checkpoint(tmp_path / "new")
     plain = make(folder, TASK)
@@ -240,7 +266,7 @@ REFUSED_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "another backbone": ({"vision_backbone": "resnet50"}, "vision_backbone.*'resnet18' or 'resnet34'.*resnet50"),
     "dilation": ({"replace_final_stride_with_dilation": True}, "replace_final_stride_with_dilation"),
     "two observations": ({"n_obs_steps": 2}, "n_obs_steps.*should be 1"),
-    "ensembling": ({"temporal_ensemble_coeff": 0.01}, "temporal_ensemble_coeff is 0.01, and chunks are not averaged"),
+    "ensembling by a word": ({"temporal_ensemble_coeff": "much"}, "temporal_ensemble_coeff.*much"),
     "an adapter": ({"use_peft": True}, "use_peft is true, and adapters of ACT are not read"),
     "too many actions": ({"n_action_steps": 7}, "n_action_steps is 7, and of a chunk of 6 at most all are executed"),
     "an unknown entry": ({"memory": 3}, "'memory' is 3, an entry that is not known here"),
@@ -312,6 +338,8 @@ def test_a_task_of_other_sizes_is_refused(spec: PolicySpec, message: str, whole:
         ({"checkpoint": ""}, "act needs a checkpoint: set policy.options.checkpoint"),
         ({"checkpoint": "/nowhere"}, "/nowhere is not a folder here"),
         ({"asset": "libero"}, "act's asset is demonstrations or empty, got 'libero'"),
+        ({"temporal_ensemble": 200.0}, "act's temporal_ensemble is a number of -100 to 100, got 200.0"),
+        ({"temporal_ensemble": 0.01}, "policy.chunk is 4: set policy.chunk to 1, or leave temporal_ensemble out"),
         ({"initial_log_std": 3.0}, "act's initial_log_std is of -20 to 2, got 3.0"),
         ({"value_widths": [0]}, "value_widths is a list of positive layer widths"),
         (

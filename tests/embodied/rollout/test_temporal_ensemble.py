@@ -1,0 +1,82 @@
+"""Temporal ensembling: as LeRobot averages, and as an evaluation executes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from embodied.commands.evaluate import evaluate_run
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.rollout.temporal_ensemble import TemporalEnsemble
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "act" / "ensembles.safetensors"
+STEPS = 6
+
+
+@pytest.mark.parametrize("coefficient", ["0.01", "0.0", "-0.5"])
+def test_predictions_are_averaged_as_by_lerobot(coefficient: str) -> None:
+    """Values of LeRobot 0.6.1's ensembler, from the first decision to long after the first chunk's end."""
+    golden = load_file(GOLDEN)
+    ensemble = TemporalEnsemble(float(coefficient))
+    found = np.stack([ensemble.action(chunk) for chunk in golden["chunks"]])
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, golden[f"actions.{coefficient}"], atol=1e-6)
+
+
+def test_a_large_coefficient_leaves_one_prediction() -> None:
+    chunks = np.random.default_rng(1).standard_normal((4, 3, 2)).astype(np.float32)
+    oldest, newest = TemporalEnsemble(100.0), TemporalEnsemble(-100.0)
+    assert np.array_equal([oldest.action(chunk) for chunk in chunks], [*chunks[0], chunks[1, 2]])
+    assert np.array_equal([newest.action(chunk) for chunk in chunks], chunks[:, 0])
+
+
+def config(root: Path, chunk: int, **options: Any) -> Config:
+    network = root / "network"
+    if not network.exists():
+        network.mkdir()
+        entries = {"type": "act", "random_weights": 0, "chunk_size": STEPS, "dim_model": 16, "n_heads": 2,
+                   "backbone_width": 4}  # fmt: skip
+        (network / "config.json").write_text(json.dumps(entries))
+    return parse_config(
+        {
+            "env": {"task": "tabletop/reach", "num_envs": 2, "cameras": 1, "image_size": 32,
+                    "max_episode_steps": STEPS},
+            "policy": {"kind": "act", "chunk": chunk, "reads": ["images", "proprio"],
+                       "options": {"checkpoint": str(network), **options}},
+            "eval": {"episodes": 3, "videos": 0},
+            "runtime": {"mode": "inline"},
+        },
+        "test",
+    )  # fmt: skip
+
+
+def actions(root: Path, name: str, chunk: int, **options: Any) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The executed actions of each episode, and what identifies the evaluation."""
+    folder = root / name
+    evaluate_run(name, config(root, chunk, **options), None, root, into=folder)
+    found = [np.load(path) for path in sorted(folder.rglob("*.npy"))]
+    return found, json.loads((folder / "protocol.json").read_text())["policy"]
+
+
+def test_an_evaluation_executes_averages(tmp_path: Path) -> None:
+    """With one prediction that counts for all, it is a whole chunk of the first decision, or a decision at every step;
+    and an average between is neither."""
+    whole, _ = actions(tmp_path, "whole", STEPS)
+    single, plain = actions(tmp_path, "single", 1)
+    oldest, _ = actions(tmp_path, "oldest", 1, temporal_ensemble=100.0)
+    newest, _ = actions(tmp_path, "newest", 1, temporal_ensemble=-100.0)
+    between, averaged = actions(tmp_path, "between", 1, temporal_ensemble=0.01)
+    assert len(whole) == 3
+    for a, b, c, d, e in zip(whole, single, oldest, newest, between, strict=True):
+        np.testing.assert_allclose(c, a[: len(c)], atol=1e-5)
+        np.testing.assert_allclose(d, b, atol=1e-5)
+        assert len(a) == STEPS and np.abs(a - b).max() > 1e-3
+        assert np.abs(e[1:] - a[1:]).max() > 1e-4 and np.abs(e[1:] - b[1:]).max() > 1e-4
+        np.testing.assert_allclose(e[0], a[0], atol=1e-5)
+    assert averaged != plain and averaged["options"]["temporal_ensemble"] == 0.01
