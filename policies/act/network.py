@@ -1,4 +1,4 @@
-"""The network of ACT (arXiv 2304.13705), whose tensors have LeRobot's names (lerobot/policies/act/modeling_act.py).
+"""The network of ACT (arXiv 2304.13705), whose tensors have the names of LeRobot's modeling_act.py.
 
     pictures -> ResNet --+
     state ---------------+-> encoder -> decoder -> chunk
