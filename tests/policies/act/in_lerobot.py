@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from drawn import drawn  # pyrefly: ignore[missing-import]
-from lerobot.configs import FeatureType, NormalizationMode, PolicyFeature
+from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.policies.act.configuration_act import ACTConfig
 from lerobot.policies.act.modeling_act import ACTPolicy, ACTTemporalEnsembler
 from lerobot.policies.act.processor_act import make_act_pre_post_processors
