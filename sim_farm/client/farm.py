@@ -124,7 +124,7 @@ class Farm:
         for spec in specs:
             check_spec(spec)
         for each in {id(one): one for one in hosts}.values():
-            each.prepare([task for one, its in zip(specs, hosts, strict=True) if its is each for task in one.processes])
+            each.prepare([one for spec, its in zip(specs, hosts, strict=True) if its is each for one in spec.processes])
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
         check_alike(infos)
         rows = frame_rows(infos) if callable(frame_rows) else frame_rows

@@ -81,9 +81,18 @@ class FarmSpec:
         return self.physics_workers + self.render_workers
 
     @property
-    def processes(self) -> list[TaskSpec]:
-        """The task once for each worker that there is: render workers only where there are cameras."""
-        return [self.task] * (self.workers if self.task.cameras else self.physics_workers)
+    def processes(self) -> list[tuple[TaskSpec, RenderDevice | None]]:
+        """The task with the device to draw on, for each worker that there is: render workers only where there are
+        cameras."""
+        if not self.task.cameras:
+            return [(self.task, None)] * self.physics_workers
+        return [(self.task, self.device_of(worker)) for worker in range(self.workers)]
+
+    def device_of(self, worker: int) -> RenderDevice | None:
+        """Device that the worker draws on, where there are cameras; None: it does not draw, or the driver chooses."""
+        if not self.devices or worker not in self.drawers:
+            return None
+        return self.devices[self.drawers.index(worker) % len(self.devices)]
 
     @property
     def drawers(self) -> range:

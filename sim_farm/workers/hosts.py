@@ -9,6 +9,7 @@ from typing import Protocol
 
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
+from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.physics_worker import PhysicsWorker
 from sim_farm.workers.render_worker import RenderWorker
@@ -34,9 +35,9 @@ class Host(Protocol):
     shared: bool
     """True if what the workers read and write must be in shared memory."""
 
-    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
-        """Start a process for each entry, a task coming as often as it will have workers. They import their simulators
-        and describe their tasks meanwhile."""
+    def prepare(self, processes: Sequence[tuple[TaskSpec, RenderDevice | None]]) -> None:
+        """Start a process for each entry (`FarmSpec.processes`), as far as no idle one may serve. They import their
+        simulators and describe their tasks meanwhile."""
         ...
 
     def describe(self, task: TaskSpec) -> TaskInfo:
@@ -66,7 +67,7 @@ class InProcess:
 
     shared = False
 
-    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
+    def prepare(self, processes: Sequence[tuple[TaskSpec, RenderDevice | None]]) -> None:
         """Everything is imported here anyway."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:

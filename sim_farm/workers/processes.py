@@ -31,6 +31,7 @@ from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.hosts import InProcess, make_worker
 from sim_farm.workers.supervision import (
+    NO_LIMIT,
     Event,
     LimitTooSmall,
     MemoryChecks,
@@ -48,6 +49,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": 
 """A worker is one thread on one core; the last variable is for software rendering (llvmpipe)."""
 LOOK_S = 0.1
 """Shortest interval of looks at the workers."""
+ENDS_S = 10.0
+"""Longest time from the end of a process's pipe to its own: the system closes the pipe first."""
 LAST_WORDS, MOST_OUTPUT = 2000, 2**20
 """Longest end of what processes have written that a message repeats, and that is kept, in bytes."""
 _PROGRAM = "import sys; from sim_farm.workers.processes import main; main(int(sys.argv[1]))"
@@ -58,18 +61,18 @@ class Processes:
     """See the module's docstring. One host serves all tasks of any number of farms.
 
     Call `watch` while you wait for a farm. It replaces a worker whose process has ended, one that has work and has made
-    no progress for `silent_s` seconds, and one that uses more memory than `worker_gb`. The successor finds what it
-    needs in the slots, and replays the episodes. The rule is `supervision.Supervision`.
+    no progress for `silent_s` seconds, and one that uses more memory than `limit`. The successor finds what it needs in
+    the slots, and replays the episodes. The rule is `supervision.Supervision`.
     """
 
     shared = True
 
     def __init__(
-        self, start_s: float, silent_s: float, worker_gb: float | None = None, shows_output: bool = True
+        self, start_s: float, silent_s: float, limit: MemoryLimit = NO_LIMIT, shows_output: bool = True
     ) -> None:
         """Starts nothing yet. A simulator may take `start_s` seconds to describe a task. What processes write is shown
         in the terminal, or its end only in the message of one that cannot serve."""
-        self.start_s, self.silent_s, self.limit = start_s, silent_s, MemoryLimit(worker_gb)
+        self.start_s, self.silent_s, self.limit = start_s, silent_s, limit
         # Opened for appending: the processes share it, and it is emptied when it is long.
         self._output = None if shows_output else tempfile.TemporaryFile("a+b")  # noqa: SIM115 - for all
         self._idle: list[_Process] = []
@@ -81,11 +84,15 @@ class Processes:
         """Replacements for `take_replaced` to return."""
         self._looked_s = 0.0
 
-    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
+    def prepare(self, processes: Sequence[tuple[TaskSpec, RenderDevice | None]]) -> None:
         self._drop_ended()
+        # What went wrong for an earlier farm may be mended by now.
+        for task in [task for task, found in self._described.items() if isinstance(found, str)]:
+            del self._described[task]
+            self._asked.pop(task, None)
         unused = list(self._idle)
-        for task in tasks:
-            process = next((one for one in unused if one.simulator == _simulator(task)), None)
+        for task, device in processes:
+            process = next((one for one in unused if one.may_serve(task, device)), None)
             if process is None:
                 process = self._start(task)
                 self._idle.append(process)
@@ -169,10 +176,9 @@ class Processes:
         return f"; the last that simulators have written is:\n{said}" if said else ""
 
     def process_of(self, setup: WorkerSetup) -> _Process:
-        """A process for the worker, an idle one where that has drawn on no other device."""
-        device = setup.device if setup.draws else None
+        """A process for the worker, an idle one where there is one that may serve as it."""
         for process in list(self._idle):
-            if process.simulator == _simulator(setup.spec.task) and (not process.drew or process.device == device):
+            if process.may_serve(setup.spec.task, setup.device):
                 self._idle.remove(process)
                 if process.ended() is None:
                     return process
@@ -277,6 +283,11 @@ class _Process:
         self.send(dict(BACKENDS))  # which may have entries of the caller's own
         self.send(task.name)
 
+    def may_serve(self, task: TaskSpec, device: RenderDevice | None) -> bool:
+        """True if it can be a worker of the task that draws on the device: its simulator is the task's, and it has
+        drawn on no other device."""
+        return self.simulator == _simulator(task) and (not self.drew or self.device == device)
+
     def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup) -> None:
         try:
             self._connection.send(message)
@@ -304,6 +315,8 @@ class _Process:
                 return False
             message = self._connection.recv()
         except (EOFError, OSError):
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(ENDS_S)
             return False
         if message is None:
             self._serving = False

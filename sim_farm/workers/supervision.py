@@ -198,6 +198,8 @@ class MemoryLimit:
     """Private memory that each worker's process may use; None: no limit."""
 
     gb: float | None
+    setting: str = "worker_gb"
+    """Name under which the limit is set, for messages."""
 
     def exceeded(self, worker: str, pid: int, checks: MemoryChecks) -> WorkerTooLarge | LimitTooSmall | None:
         """Check a process and return the error without raising it. None within the limit, and for `pid` 0, a process
@@ -212,7 +214,10 @@ class MemoryLimit:
         if used <= self.gb:
             checks.within += 1
             return None
-        found = f"{worker} has {used:.2f} GB of private memory, and runtime.worker_gb is {self.gb:g}"
+        found = f"{worker} has {used:.2f} GB of private memory, and {self.setting} is {self.gb:g}"
         if checks.within >= checks.settles:
             return WorkerTooLarge(found)
-        return LimitTooSmall(f"{found}; it is new, and another would have as much: set runtime.worker_gb higher")
+        return LimitTooSmall(f"{found}; it is new, and another would have as much: set {self.setting} higher")
+
+
+NO_LIMIT = MemoryLimit(None)

@@ -90,8 +90,7 @@ class WorkerSetup:
     @property
     def device(self) -> RenderDevice | None:
         """Device to draw on; None: the worker does not draw, or the driver chooses."""
-        devices = self.spec.devices if self.draws else ()
-        return devices[self.spec.drawers.index(self.index) % len(devices)] if devices else None
+        return self.spec.device_of(self.index) if self.draws else None
 
     @property
     def is_physics(self) -> bool:

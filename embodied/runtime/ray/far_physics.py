@@ -20,6 +20,7 @@ from embodied.runtime.rounding import kernels
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.client.health import done_by
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
+from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.hosts import WorkerHandle
 from sim_farm.workers.processes import ONE_THREAD, Processes
@@ -81,8 +82,8 @@ class FarHost:
         self._workers: list[_FarWorker] = []
         self._checked_s = time.monotonic()
 
-    def prepare(self, tasks: Sequence[TaskSpec]) -> None:
-        self._here.prepare(tasks[sum(node is not None for node in self._nodes) :])
+    def prepare(self, processes: Sequence[tuple[TaskSpec, RenderDevice | None]]) -> None:
+        self._here.prepare(processes[sum(node is not None for node in self._nodes) :])
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         return self._here.describe(task)

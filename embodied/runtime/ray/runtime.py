@@ -40,11 +40,11 @@ class RayRuntime(RayCluster):
     def __init__(self, address: str, deadline_s: float, worker_gb: float | None = None) -> None:
         """`worker_gb`: private memory that a worker's process may use (`supervision.MemoryLimit`)."""
         super().__init__(address, deadline_s)
-        self._limit = MemoryLimit(worker_gb)
+        self._limit = MemoryLimit(worker_gb, "runtime.worker_gb")
         self._processes: list[WorkerProcess] = []
         self._spare: list[WorkerProcess] = []
         # A worker has less time than the collection from the farm, and that less than a call.
-        self.host = Processes(deadline_s, self.deadline.inner().inner().seconds, worker_gb, shows_output=False)
+        self.host = Processes(deadline_s, self.deadline.inner().inner().seconds, self._limit, shows_output=False)
         self.watchers.append(self.host.watch)
         self._far_idle: dict[str, list[Any]] = {}
 

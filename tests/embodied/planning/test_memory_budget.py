@@ -29,7 +29,7 @@ from tests.embodied.run.test_resume import assert_same_run
 from tests.embodied.runtime.test_relay import CHUNKS, PICTURES
 from tests.sim_farm.driving import assert_same, drive
 
-SMALL = MemoryLimit(1e-3)
+SMALL = MemoryLimit(1e-3, "runtime.worker_gb")
 
 
 def test_a_process_is_measured_from_outside() -> None:
@@ -39,7 +39,7 @@ def test_a_process_is_measured_from_outside() -> None:
     process.stdout.readline()
     watched = MemoryChecks(settles=1)
     assert MemoryLimit(0.5).exceeded("worker", process.pid, watched) is None and watched.within == 1
-    wrong = MemoryLimit(0.25).exceeded("worker", process.pid, watched)
+    wrong = MemoryLimit(0.25, "runtime.worker_gb").exceeded("worker", process.pid, watched)
     assert isinstance(wrong, WorkerTooLarge)
     assert str(wrong).startswith("worker has 0.3") and "runtime.worker_gb is 0.25" in str(wrong)
     process.communicate()
