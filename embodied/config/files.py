@@ -120,41 +120,46 @@ def saved_config(path: Path) -> Config:
         _rename_former(data)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    for key in _former(data, path):
-        *sections, last = key.split(".")
-        _section(data, sections).pop(last)
+    for section, name in _former(data, path).values():
+        section.pop(name)
     return parse_config(data, str(path))
 
 
 def former_settings(path: Path) -> list[str]:
     """Keys of former settings that the file still has, and without which the run is the same. Raises `UserError` for a
     value with which it would be another run."""
-    return _former(_mapping(path), path)
+    return list(_former(_mapping(path), path))
 
 
-def _former(data: Mapping[str, Any], path: Path) -> list[str]:
-    found = []
+def _former(data: Mapping[str, Any], path: Path) -> dict[str, tuple[dict[str, Any], str]]:
+    """The section and the name in it of each former setting, by its key. Raises as `former_settings` does."""
+    found = {}
     for key, default in REMOVED.items():
         *sections, last = key.split(".")
-        section = _section(data, sections)
-        if last not in section:
-            continue
-        if section[last] != default and key not in NEVER_LEARNED:
-            raise UserError(
-                f"{path}: {key} is {shown(section[last])}, and there is no such setting any more (its default, "
-                f"{shown(default)}, is what every run does): use the version that wrote the file, or take the line out "
-                "of it, and the run continues without"
-            )
-        found.append(key)
+        places = {key: _section(data, sections)}
+        if sections == ["env"]:
+            places |= {f"extra_tasks[{i}].{last}": task for i, task in enumerate(_extra_tasks(data))}
+        for place, section in places.items():
+            if last not in section:
+                continue
+            if section[last] != default and key not in NEVER_LEARNED:
+                raise UserError(
+                    f"{path}: {place} is {shown(section[last])}, and there is no such setting any more (its default, "
+                    f"{shown(default)}, is what every run does): use the version that wrote the file, or take the line "
+                    "out of it, and the run continues without"
+                )
+            found[place] = section, last
     return found
 
 
 def _rename_former(data: dict[str, Any]) -> None:
     """Give settings of earlier versions their present keys. Raises `ValueError` for two of them that are one now."""
     env, optim, policy = (_section(data, [name]) for name in ("env", "optim", "policy"))
-    tokenizer = env.pop("tokenizer", None)
-    if tokenizer is not None:
-        env["options"] = {**_section(env, ["options"]), "tokenizer": tokenizer}
+    tasks = (env, *_extra_tasks(data))
+    for task in tasks:
+        tokenizer = task.pop("tokenizer", None)
+        if tokenizer is not None:  # a further task's options are in place of all of env's
+            task["options"] = {**_section(task if "options" in task else env, ["options"]), "tokenizer": tokenizer}
     if optim.pop("anneal", False):
         optim["lr_schedule"] = "linear"
     if (checkpoint := policy.pop("path", None)) is not None:
@@ -164,11 +169,10 @@ def _rename_former(data: dict[str, Any]) -> None:
     _join(reward, "model", {name: reward.pop(name, None) for name in ("function", "classifier")})
     masked = "masked" if advantage.pop("mask_truncated", False) else None
     _join(advantage, "overlong", {"mask_truncated": masked, "overlong_margin": advantage.pop("overlong_margin", None)})
-    extra = data.get("extra_tasks")
-    for differs in (env, *(extra if isinstance(extra, list) else ())):
-        if isinstance(differs, dict) and (seeds := differs.pop("start_seeds", 0)):
-            states = differs.get("init_states") or None
-            _join(differs, "init_states", {"init_states": states, "start_seeds": f"{SEEDS}{seeds}"})
+    for task in tasks:
+        if seeds := task.pop("start_seeds", 0):
+            states = task.get("init_states") or None
+            _join(task, "init_states", {"init_states": states, "start_seeds": f"{SEEDS}{seeds}"})
     plan = _section(data, ["plan"])
     if (file := plan.pop("file", None)) is not None:
         plan["mode"] = file
@@ -197,6 +201,12 @@ def _join(section: dict[str, Any], key: str, former: Mapping[str, Any]) -> None:
         raise ValueError(f"{names} are one setting now, {key}: take one of them out of the file")
     if given:
         (section[key],) = given.values()
+
+
+def _extra_tasks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the further tasks have in place of `env`'s settings."""
+    tasks = data.get("extra_tasks")
+    return [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
 
 
 def _section(data: Any, names: Sequence[str]) -> dict[str, Any]:

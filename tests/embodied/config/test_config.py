@@ -10,9 +10,19 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from embodied.config.files import CONFIGS, all_settings, load_config, parse_config, save_config, with_settings
+from embodied.config.files import (
+    CONFIGS,
+    all_settings,
+    former_settings,
+    load_config,
+    parse_config,
+    save_config,
+    saved_config,
+    with_settings,
+)
 from embodied.config.schema import JOINED, Config
 from embodied.errors import UserError
+from embodied.files import yaml_text
 
 PINNED_KEYS = Path(__file__).parent / "config_keys.txt"
 
@@ -196,3 +206,27 @@ def test_settings_are_changed_by_their_keys() -> None:
     for key in ("optim.policy_rl", "optima.policy_lr", "seed.policy_lr"):
         with pytest.raises(UserError, match=f"here: unknown key '{key}'"):
             with_settings(Config(), {key: 1}, "here")
+
+
+def test_former_settings_of_further_tasks_follow_the_rule_of_env(tmp_path: Path) -> None:
+    """A resumed run's file may have them in `extra_tasks` as well."""
+    path = tmp_path / "config.yaml"
+    data = Config().model_dump(mode="json")
+    data["env"] |= {"options": {"files": "a"}, "tokenizer": "first", "randomise_levels": "1-5"}
+    blue = {"task": "tabletop/reach_blue"}
+    data["extra_tasks"] = [
+        {**blue, "tokenizer": "second", "randomise_levels": "1-5"},
+        {**blue, "options": {}, "tokenizer": "third"},
+    ]
+    path.write_text(yaml_text(data))
+    assert former_settings(path) == ["env.randomise_levels", "extra_tasks[0].randomise_levels"]
+    found = saved_config(path)
+    assert dict(found.env.options) == {"files": "a", "tokenizer": "first"}
+    assert found.extra_tasks == (
+        {**blue, "options": {"files": "a", "tokenizer": "second"}},
+        {**blue, "options": {"tokenizer": "third"}},
+    )
+    data["extra_tasks"][1]["randomise_levels"] = "1-3"
+    path.write_text(yaml_text(data))
+    with pytest.raises(UserError, match=r"extra_tasks\[1\]\.randomise_levels is '1-3', and there is no such setting"):
+        saved_config(path)
