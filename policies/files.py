@@ -202,7 +202,10 @@ def import_hint(folder: Path) -> str:
     found = next((place for place in places if trained_shards(place)), None)
     if found is None:
         return ""
-    return f"; it holds what a training left: convert it with `embodied import {found} --base BASE --out FOLDER`"
+    return (
+        f"; {found} holds what a training left, which has to be made a checkpoint together with its base first "
+        "(docs/openvla.md)"
+    )
 
 
 def check_no_shards(folder: Path) -> None:
@@ -211,8 +214,8 @@ def check_no_shards(folder: Path) -> None:
     if trained is not None:
         raise PolicyError(
             f"{trained} lies beside the weights, and nothing says what it is for. If it holds what was trained, the "
-            f"others may be its base alone: `embodied import {trained.parent} --base {folder} --out FOLDER` makes a "
-            "checkpoint of it. Move it into another folder if it does not belong to this one"
+            "others may be its base alone: make a checkpoint of both first (docs/openvla.md). Move it into another "
+            "folder if it does not belong to this one"
         )
 
 
@@ -230,8 +233,8 @@ def check_no_other_weights(shards: Shards, known: Iterable[str] = ()) -> None:
         which = INDEX if (folder / INDEX).exists() else SINGLE
         raise PolicyError(
             f"{path} lies beside the weights, and nothing says what it is for: {which} does not name it. If it "
-            "holds what was trained, the others may be its base alone: `embodied import` converts what RLinf, verl and "
-            "FSDP leave. Move a file that does not belong to the checkpoint into another folder"
+            "holds what was trained, the others may be its base alone: what RLinf, verl and FSDP leave is made a "
+            "checkpoint first (docs/openvla.md). Move a file that does not belong to the checkpoint into another folder"
         )
 
 

@@ -129,8 +129,8 @@ class Inspection:
                         remedy = (
                             f"--env.image-size {height}"
                             if height == width
-                            else "the environment's are square: draw the episodes anew (`embodied import`), or "
-                            "choose a policy that resizes what it sees"
+                            else "the environment's are square: draw the episodes anew where the recording is "
+                            "converted (docs/demonstrations.md), or choose a policy that resizes what it sees"
                         )
                         raise UserError(
                             f"{facts.folder}: frames of {camera} are {height} x {width}, and the network of "

@@ -42,7 +42,7 @@ from sim_farm.contract import TaskInfo
 CODEBASE_VERSION = "v3.0"
 INFO, STATS, TASKS, PROVENANCE = "meta/info.json", "meta/stats.json", "meta/tasks.parquet", "meta/embodied.json"
 IMPORT = "meta/import.json"
-"""Provenance of a dataset that `embodied import` converted without a replay: source, options, conventions."""
+"""Provenance of a dataset that was converted without a replay: source, options, conventions."""
 _FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 DATA_PATH = f"data/{_FILE}.parquet"
 VIDEO_PATH = f"videos/{{video_key}}/{_FILE}.mp4"

@@ -137,7 +137,7 @@ class Dataset:
 
     @cached_property
     def conventions(self) -> Mapping[str, str]:
-        """Conventions of a dataset that `embodied import` converted without a replay, by settings of `env` and
+        """Conventions of a dataset that was converted without a replay, by settings of `env` and
         features, from `meta/import.json`; empty for other datasets."""
         path = self.folder / layout.IMPORT
         found = metadata.read_json(path).get("conventions") if path.exists() else None

@@ -348,7 +348,7 @@ def test_weights_beside_those_of_a_training_are_not_loaded_alone(bases, tmp_path
     folder = Path(shutil.copytree(bases[base], tmp_path / "base"))
     (folder / inside).mkdir(parents=True, exist_ok=True)
     (folder / inside / name).write_bytes(b"x")
-    with pytest.raises(PolicyError, match="may be its base alone: `embodied import .* --base .* --out FOLDER`"):
+    with pytest.raises(PolicyError, match="may be its base alone: make a checkpoint of both first"):
         policies.build(kind, SPEC if kind == "pi0" else ONE_ACTION, seed=0, checkpoint=str(folder))
 
 
@@ -358,7 +358,7 @@ def test_shards_in_the_place_of_a_checkpoint_name_the_import(verl, kind) -> None
     (verl / "huggingface").mkdir()
     shutil.copy(PI0 / CONFIG, verl / "huggingface")
     for place in (verl, verl / "huggingface")[: 2 if kind == "pi0" else 1]:
-        with pytest.raises(PolicyError, match=f"`embodied import {verl} --base BASE --out FOLDER`"):
+        with pytest.raises(PolicyError, match=f"{verl} holds what a training left, which has to be made a checkpoint"):
             policies.build(kind, SPEC if kind == "pi0" else ONE_ACTION, seed=0, checkpoint=str(place))
 
 
