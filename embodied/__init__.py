@@ -72,6 +72,7 @@ def train(
     from embodied.commands.train import continued_run, train_run
     from embodied.config.files import with_settings
     from embodied.reporting.results import TrainingResult
+    from embodied.training.checks import Checked, check_settings
     from embodied.workflows.unread import check_read
 
     named = isinstance(config, str)
@@ -81,6 +82,8 @@ def train(
     check_read("train", settings or {})
     if resume and named:
         config = continued_run(config, Path(runs_dir), settings or {}, name)
+    run_dir = Path(runs_dir) / (config.name or "") if resume else None
+    check_settings(Checked(command="train", config=config, run_dir=run_dir))
     result = train_run(config, config.name or Path(name).stem, Path(runs_dir), resume, callbacks)
     return TrainingResult.of(result)
 
@@ -96,11 +99,13 @@ def evaluate(
     """
     from embodied.commands.evaluate import evaluate_run
     from embodied.reporting.results import EvaluationResult
+    from embodied.training.checks import Checked, check_settings
     from embodied.workflows.unread import check_read
 
     named = {f"eval.{key}": value for key, value in settings.items()}
     config = _settings_of(run, code, named, "embodied.evaluate")
     check_read("eval", named)
+    check_settings(Checked(command="eval", config=config))
     folder = None if checkpoint is None else Path(checkpoint)
     return EvaluationResult.of(evaluate_run(str(run), config, folder, RUNS))
 
@@ -120,10 +125,12 @@ def record(
     as `embodied record` does. `settings` are other values of its settings by their keys."""
     from embodied.commands.record import record_run
     from embodied.reporting.results import RecordingResult
+    from embodied.training.checks import Checked, check_settings
     from embodied.workflows.unread import check_read
 
     config = _settings_of(run, code, settings or {}, "embodied.record")
     check_read("record", settings or {})
+    check_settings(Checked(command="record", config=config))
     folder = None if checkpoint is None else Path(checkpoint)
     return RecordingResult.of(record_run(str(run), config, folder, Path(out), episodes, only_successes, RUNS))
 

@@ -115,6 +115,8 @@ def _run(verb: str, arguments: list[str]) -> int:
         # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
         if hasattr(args, "check"):
             args.check()
+        if hasattr(args, "settings") and not (verb == "train" and (args.seeds or args.sweep)):  # runs of their own
+            _check_settings(verb, args)
         args = _with_options(args, arguments)
         with _shown(args):
             result = function_of(verb)(args)
@@ -123,6 +125,14 @@ def _run(verb: str, arguments: list[str]) -> int:
 
         write_json(args.json, result)
     return 0
+
+
+def _check_settings(verb: str, args: Any) -> None:
+    from embodied.training.checks import LEARNS, Checked, check_settings
+
+    resumed = verb in LEARNS and args.resume == "auto"
+    run_dir = args.runs_dir / (args.settings.name or "") if resumed else None
+    check_settings(Checked(command=verb, config=args.settings, run_dir=run_dir))
 
 
 def _shown(args: Any) -> AbstractContextManager[None]:

@@ -67,19 +67,6 @@ class TrainArguments:
         settings = self.settings if several else _going_on(self, words, "rl")
         return replace(self, settings=settings, words=tuple(words))
 
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses. With `sweep` the settings are not yet those of a run."""
-        from embodied.training import first_checks
-
-        first_checks.check_runtime(self.settings)
-        first_checks.check_trackers(self.settings)
-        if not self.sweep:
-            first_checks.check_policy(self.settings, resumed=self.resume == "auto")
-            first_checks.check_settings(self.settings)
-            first_checks.check_rollouts(self.settings)
-            first_checks.check_farms(self.settings)
-            first_checks.check_trials(self.settings)
-
 
 @dataclass(frozen=True)
 class SftArguments:
@@ -109,15 +96,6 @@ class SftArguments:
         """The arguments of a command of these words. Those of a resumed run have the run's settings, except for those
         that are typed again."""
         return replace(self, settings=_going_on(self, words, "sft"))
-
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
-        first_checks.check_runtime(self.settings)
-        first_checks.check_trackers(self.settings)
-        first_checks.check_policy(self.settings, resumed=self.resume == "auto")
-        first_checks.check_trials(self.settings)
 
 
 def _going_on(args: TrainArguments | SftArguments, words: Sequence[str], stage: str) -> Config:
@@ -153,13 +131,6 @@ class EvalArguments:
     json: Path | None = None
     """Write the result to this file."""
 
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
-        first_checks.check_policy(self.settings)
-        first_checks.check_trials(self.settings)
-
 
 @dataclass(frozen=True)
 class RecordArguments:
@@ -190,13 +161,6 @@ class RecordArguments:
     """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
-
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
-        first_checks.check_policy(self.settings)
-        first_checks.check_trials(self.settings)
 
 
 @dataclass(frozen=True)
@@ -229,14 +193,11 @@ class ServeArguments:
     """Write the counts and latencies to this file at the end."""
 
     def check(self) -> None:
-        """Raise for numbers that cannot be, and for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
+        """Raise `UserError` for numbers that cannot be."""
         for name, least, most in (("port", 0, 65535), ("batch", 1, 4096), ("threads", 1, 4096)):
             given = getattr(self, name)
             if not least <= given <= most:
                 raise UserError(f"--{name} is of {least} to {most}, got {given}")
-        first_checks.check_policy(self.settings)
 
 
 @dataclass(frozen=True)
@@ -252,13 +213,6 @@ class ProfileArguments:
     """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
-
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
-        first_checks.check_policy(self.settings)
-        first_checks.check_rollouts(self.settings)
 
 
 @dataclass(frozen=True)
@@ -277,13 +231,6 @@ class PlanArguments:
     """Folder for plan.json, the predicted timeline (predicted.json for Perfetto) and its picture."""
     json: Path | None = None
     """Write the result to this file."""
-
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
-        first_checks.check_policy(self.settings)
-        first_checks.check_rollouts(self.settings)
 
 
 @dataclass(frozen=True)
@@ -304,13 +251,6 @@ class CompareArguments:
     """Print only results and warnings."""
     json: Path | None = None
     """Write the result to this file."""
-
-    def check(self) -> None:
-        """Raise for what `first_checks` refuses."""
-        from embodied.training import first_checks
-
-        first_checks.check_policy(self.settings)
-        first_checks.check_rollouts(self.settings)
 
 
 @dataclass(frozen=True)

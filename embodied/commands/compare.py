@@ -34,7 +34,7 @@ from embodied.reporting.tables import table
 from embodied.run import RUNS
 from embodied.run.folder import with_init
 from embodied.statistics import typical
-from embodied.training.preflight import check_begun, check_run
+from embodied.training.checks import Checked, check_start, check_tasks
 from embodied.workflows.run_spec import RunSpec
 from schedulers import DeviceRange, Plan, Simulation
 
@@ -82,14 +82,15 @@ def compare_command(config: Config, name: str, out: Path, profile: Path | None, 
     """Run every mode's best plan on the same work. Writes table, charts and timelines to `out`."""
     if repeats < 1:
         raise UserError(f"--repeats is at least 1, not {repeats}")
-    check_begun(config)
-    run = RunSpec.of(config)
-    check_run(run)
+    checked = Checked(command="compare", config=config)
+    check_start(checked)
+    run = checked.run
     workflow, measured = sized_workflow(run), None
     if profile is not None:  # refused before anything is started
         measured = checked_profile(profile, run, workflow)
     make_folder(out)
     with open_session(config) as session:
+        check_tasks(checked, session)
         if measured is None:
             show("measuring the workflow's components ...")
             measured = profile_run(run, session, out)

@@ -32,7 +32,7 @@ from embodied.reporting.trackers import Tracking
 from embodied.run import checkpoint
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run, settings_of
-from embodied.training.preflight import check_subject, published
+from embodied.training.checks import AT_END, Checked, check_start, check_tasks
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def evaluate_run(
     the folder of an evaluation by the same protocol. Returns the result as plain data.
     """
     subject, protocol = subject_of(run, config, folder, runs_dir), protocol_of(config)
-    _check(subject, protocol)
+    checked = [_checked(subject, protocol)]
     other = None if against is None else _other(against, subject, protocol, runs_dir)
     if isinstance(other, Subject) and _is_same(other, subject, protocol):
         raise UserError(
@@ -65,8 +65,10 @@ def evaluate_run(
             "this one (--against RUN/checkpoints/NNNNNN)"
         )
     if isinstance(other, Subject):
-        _check(other, protocol.shown_to(other.config))
+        checked.append(_checked(other, protocol.shown_to(other.config)))
     with evaluation_folder(subject, protocol, into, resume) as own, open_session(config) as session:
+        for each in checked:
+            check_tasks(each, session)
         result = evaluate(subject, protocol, session, own)
         if other is not None:
             theirs = _evaluated(other, protocol, session)
@@ -77,9 +79,11 @@ def evaluate_run(
     return result
 
 
-def _check(subject: Subject, protocol: Protocol) -> None:
-    applied = protocol.applied(subject.config, protocol.tasks[0])
-    check_subject(applied, protocol.tasks, subject.checkpoint, published(subject.config))
+def _checked(subject: Subject, protocol: Protocol) -> Checked:
+    """The evaluation, all checked that needs no worker."""
+    checked = Checked(command="eval", config=subject.config, checkpoint=subject.checkpoint, by=protocol)
+    check_start(checked)
+    return checked
 
 
 def subject_of(run: str, config: Config, folder: Path | None, runs_dir: Path) -> Subject:
@@ -147,6 +151,7 @@ def finish_run(
     config: Config, run_dir: Path, session: Session, result: dict[str, Any], resumed: bool, *, tracking: Tracking
 ) -> dict[str, Any]:
     """Evaluate what a run has learned, film it and write the report, for trackers too; both results as one."""
+    check_tasks(Checked(command=AT_END, config=config), session)
     subject = replace(subject_of(str(run_dir), config, None, run_dir.parent), at_end=True)
     # A run that goes on after its training had ended has its evaluation gone on with.
     with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:

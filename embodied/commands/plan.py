@@ -31,8 +31,7 @@ from embodied.planning.run_plans import (
 from embodied.reporting.plan_picture import draw_plan
 from embodied.run import RUNS
 from embodied.run.folder import with_init
-from embodied.training.preflight import check_begun
-from embodied.workflows.run_spec import RunSpec
+from embodied.training.checks import Checked, check_start
 from schedulers import Cluster, Plan, Profile, Workflow
 from schedulers.cards import CARDS
 
@@ -47,8 +46,9 @@ def plan_command(config: Config, profile: Path, cluster: str, out: Path) -> dict
     `plan.mode` restricts it to one mode. For several tasks the result also has the gain of rolling
     them out at the same time.
     """
-    check_begun(config)
-    run = RunSpec.of(config)
+    checked = Checked(command="plan", config=config)
+    check_start(checked)
+    run = checked.run
     target, workflow = read_cluster(cluster, config.policy.device), sized_workflow(run)
     # Another cluster has other hardware than this machine: its profile is the user's choice.
     elsewhere = target.nodes[0].name != HOME

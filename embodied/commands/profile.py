@@ -17,8 +17,7 @@ from embodied.planning.profiler import profile_run
 from embodied.planning.run_plans import make_folder
 from embodied.run import RUNS
 from embodied.run.folder import with_init
-from embodied.training.preflight import check_begun, check_run
-from embodied.workflows.run_spec import RunSpec
+from embodied.training.checks import Checked, check_start, check_tasks
 from schedulers import ComponentProfile, Profile
 
 
@@ -28,11 +27,12 @@ def run(args: Arguments) -> dict[str, Any]:
 
 def profile_command(config: Config, out: Path) -> dict[str, Any]:
     """Measure the components of a run, those of all of its tasks, and write the profile."""
-    check_begun(config)
-    run = RunSpec.of(config)
-    check_run(run)
+    checked = Checked(command="profile", config=config)
+    check_start(checked)
+    run = checked.run
     make_folder(out.resolve().parent)  # before minutes of measuring
     with open_session(config) as session:
+        check_tasks(checked, session)
         profile = profile_run(run, session, out.resolve().parent)
     write_whole(out, schedulers.text_of(profile))
     show(_profile_table(profile, ", ".join(task.env.task for task in run.tasks)))

@@ -22,10 +22,9 @@ from embodied.rollout.evaluator import EpisodeResult, Evaluator, make_evaluator,
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run
 from embodied.runtime.handles import Handle
-from embodied.training.preflight import check_subject, say_conventions
+from embodied.training.checks import Checked, check_start, check_tasks
 from embodied.workflows.context import policy_spec
 from embodied.workflows.run_spec import task_spec
-from sim_farm.catalogue import exact_replay
 from sim_farm.client.episode_replay import ReplayedEpisode, Replayer
 from sim_farm.contract import EpisodeSpec
 from sim_farm.episodes import episode_seed
@@ -79,31 +78,18 @@ def record_run(
         raise UserError(f"--episodes is at least 1, got {episodes}")
     if not 0 <= disturb < math.inf:
         raise UserError(f"--disturb is a standard deviation of at least 0, got {disturb}")
-    if config.eval.instruction is not None:
-        raise UserError("--eval.instruction is for evaluations: recordings use each task's own instruction")
-    if config.eval.ignore_terminations:
-        raise UserError("--eval.ignore-terminations is for evaluations: what is recorded ends where its task does")
     if not all(text.strip() for text in instructions):
         raise UserError("--instructions: one of the wordings is empty")
     folder = whole_checkpoint(find_run(run, runs_dir), folder)
-    check_subject(config, (config.env.task,), folder)
-    if folder is not None:
-        say_conventions(config, folder)
-    if not exact_replay(config.env.task):
-        raise UserError(
-            f"{config.env.task} declares exact_replay=False: recordings are replays of what the policy did, and its "
-            "episodes cannot be replayed"
-        )
+    checked = Checked(command="record", config=config, checkpoint=folder)
+    check_start(checked)
     begin = time.monotonic()
     with new_folder(out) as aside, open_session(config) as session:
+        check_tasks(checked, session)
         # One replayer and the writer before anybody acts: what cannot be written is refused now, not hours later.
         task = replace(task_spec(config), cameras=config.env.cameras, perturbations=())
         replayer = session.runtime.start("replayer 0", Replayer, task)
         info = replayer.call(Replayer.describe)
-        if info.inexact:
-            raise UserError(
-                f"{config.env.task} cannot be recorded, which is to replay what the policy did: {info.inexact}"
-            )
         provenance = {
             "task": asdict(info.spec),
             "policy": {"kind": config.policy.kind, "checkpoint": None if folder is None else str(folder)},

@@ -13,28 +13,26 @@ from rich import get_console
 
 import policies
 from embodied.commands.arguments import ServeArguments as Arguments
-from embodied.config.schema import Config
 from embodied.devices import find_device, settle
 from embodied.evaluation.provenance import outside_files
-from embodied.rollout.evaluator import finished_policy
 from embodied.rollout.loaded_policy import LoadedPolicy
 from embodied.rollout.policy_server import PolicyServer, bind
 from embodied.run import checkpoint
 from embodied.run.folder import whole_checkpoint, with_init
 from embodied.run.saved_settings import find_run
-from embodied.training.preflight import check_policy
-from embodied.workflows.context import policy_spec
-from embodied.workflows.conventions import check_checkpoint
+from embodied.training.checks import Checked, check_described, check_start
+from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import task_spec
 from sim_farm.workers.hosts import InProcess
 
 
 def run(args: Arguments) -> dict[str, Any]:
     config = with_init(args.settings, args.runs_dir, required=False)
-    check_policy(config)
+    checked = Checked(command="serve", config=config, checkpoint=_checkpoint(args.run, args.checkpoint, args.runs_dir))
+    check_start(checked)
     torch.set_num_threads(args.threads)
     with bind(args.host, args.port) as bound:  # before the weights are read, which may take minutes
-        loaded = _loaded(args.run, config, args.checkpoint, args.runs_dir)
+        loaded = _loaded(checked)
         server = PolicyServer(
             loaded,
             keys=args.keys,
@@ -79,19 +77,24 @@ def _conventions(loaded: LoadedPolicy) -> str:
     return line
 
 
-def _loaded(run: str, config: Config, named: Path | None, runs_dir: Path) -> LoadedPolicy:
-    """The policy of the checkpoint `named`, of the run, or as the configuration builds it. Raises `UserError`."""
+def _checkpoint(run: str, named: Path | None, runs_dir: Path) -> Path | None:
+    """The checkpoint `named`, or that of the run; None: the configuration builds the policy. Raises `UserError`."""
     if named is None and (Path(run) / checkpoint.MANIFEST).is_file():
         named = Path(run)
-    folder = whole_checkpoint(find_run(run, runs_dir), named)
+    return whole_checkpoint(find_run(run, runs_dir), named)
+
+
+def _loaded(checked: Checked) -> LoadedPolicy:
+    """The policy of the checkpoint, or as the configuration builds it. Raises `UserError`."""
+    config, folder = checked.config, checked.checkpoint
     if folder is not None:
-        check_checkpoint(folder, config)
         # The kind of the configuration was allowed with it.
         policy = policies.load(folder, code=[config.policy.kind])
         return LoadedPolicy(settle(policy, find_device(config.policy.device)), config, folder)
     # Only the task knows the sizes of a policy that no run has trained.
-    spec = policy_spec(config, InProcess().describe(task_spec(config)))
-    return LoadedPolicy(finished_policy(config, spec, None), config, config.policy.init)
+    info = InProcess().describe(task_spec(config))
+    check_described(checked, [info])
+    return LoadedPolicy(make_policy(config, policy_spec(config, info)), config, config.policy.init)
 
 
 def _origin(loaded: LoadedPolicy) -> dict[str, Any]:

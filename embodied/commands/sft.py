@@ -15,17 +15,11 @@ from embodied.config.schema import Config
 from embodied.devices import release
 from embodied.errors import UserError
 from embodied.execution.session import Session, open_session
-from embodied.reporting.trackers import check_packages, tracked
+from embodied.reporting.trackers import tracked
 from embodied.run.folder import begun_from, has_checkpoint, open_run_folder
 from embodied.run.saved_settings import find_run, recorded_settings
-from embodied.training.preflight import (
-    check_begun,
-    check_evaluation,
-    check_own_evaluation,
-    goes_on,
-    say_conventions,
-)
-from embodied.training.sft import STAGE, check_augmentation, check_shares, imitate
+from embodied.training.checks import Checked, check_described, check_start
+from embodied.training.sft import STAGE, imitate
 from embodied.workflows.run_spec import task_spec
 from sim_farm.workers.hosts import InProcess
 
@@ -69,17 +63,12 @@ def ranks_session(config: Config) -> AbstractContextManager[Session | None]:
 def sft_run(config: Config, source: str, runs_dir: Path, resume: bool) -> dict[str, Any]:
     """Learn from demonstrations, evaluate, film, report. Returns the result as plain data."""
     config = _with_data(begun_from(config, runs_dir, resume, STAGE), runs_dir, resume)
-    check_packages(config.track)
-    run_dir = runs_dir / config.name if resume and config.name else None
-    if run_dir is not None and goes_on(run_dir):
-        check_begun(config, run_dir)
-    elif config.policy.init is not None:  # demonstrations may teach it other conventions
-        say_conventions(config, config.policy.init)
-    check_evaluation(config, (config.env.task,))
-    check_own_evaluation(config)
-    check_shares(config)
-    check_augmentation(config)
+    resumed = runs_dir / config.name if resume and config.name else None
+    checked = Checked(command="sft", config=config, run_dir=resumed)
+    check_start(checked)
     info = InProcess().describe(task_spec(config))
+    if not checked.is_quick:
+        check_described(checked, [info])
     with open_run_folder(config, source, runs_dir, resume, STAGE) as (run_dir, found):
         if config.eval.every:
             show("[yellow]eval.every is of reinforcement: this training is evaluated at its end[/]")

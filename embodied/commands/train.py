@@ -25,6 +25,7 @@ from embodied.workflows.unread import check_read
 
 if TYPE_CHECKING:
     from embodied.training.callbacks import Callback
+    from embodied.training.checks import Checked
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -56,28 +57,27 @@ def train_variants(
     are the command's words, if there was a command: settings that they do not name keep each run's values.
     """
     from embodied.reporting.runs_page import write_runs_page
-    from embodied.run.folder import begun_from
-    from embodied.training.preflight import check_begun, check_training
-    from embodied.workflows.run_spec import RunSpec
+    from embodied.training.checks import Checked, check_settings
 
     every = variants(config, source, seeds, sweep)
     if resume and words:
         typed = {*typed_keys(words), "seed", *(_choices(entry)[0] for entry in sweep)}
         every = [continued_run(variant, runs_dir, typed, source) for variant in every]
+    checked = []
     for variant in every:
-        begun = begun_from(variant, runs_dir, resume)
-        check_begun(begun, runs_dir / (variant.name or "") if resume else None)
-        check_training(RunSpec.of(begun))
+        run_dir = runs_dir / (variant.name or "") if resume else None
+        check_settings(Checked(command="train", config=variant, run_dir=run_dir))
+        checked.append(_checked(variant, runs_dir, resume))
         if not resume and (runs_dir / (variant.name or "")).exists():
             raise UserError(
                 f"the run folder {runs_dir / (variant.name or '')} exists: choose another --name, or go on "
                 "with all of them by --resume auto"
             )
     results = []
-    for number, variant in enumerate(every, start=1):
-        show(f"[bold]{variant.name}[/], {number} of {len(every)}")
+    for number, each in enumerate(checked, start=1):
+        show(f"[bold]{each.config.name}[/], {number} of {len(checked)}")
         try:
-            results.append(train_run(variant, source, runs_dir, resume))
+            results.append(_train(each, source, runs_dir, resume))
         except KeyboardInterrupt:
             if words:
                 again = words if resume else (*words, "--resume", "auto")
@@ -99,24 +99,39 @@ def train_run(
     config: Config, source: str, runs_dir: Path, resume: bool, callbacks: Sequence[Callback] = ()
 ) -> dict[str, Any]:
     """Train, evaluate, film, report; `callbacks` see each iteration. Returns the result as plain data."""
+    return _train(_checked(config, runs_dir, resume), source, runs_dir, resume, callbacks)
+
+
+def _checked(config: Config, runs_dir: Path, resume: bool) -> Checked:
+    """The run with what it begins from, all checked that needs no worker."""
+    from embodied.run.folder import begun_from
+    from embodied.training.checks import Checked, check_start
+
+    config = begun_from(config, runs_dir, resume)
+    run_dir = runs_dir / config.name if resume and config.name else None
+    checked = Checked(command="train", config=config, run_dir=run_dir)
+    check_start(checked)
+    return checked
+
+
+def _train(
+    checked: Checked, source: str, runs_dir: Path, resume: bool, callbacks: Sequence[Callback] = ()
+) -> dict[str, Any]:
     from embodied.commands.evaluate import finish_run
     from embodied.execution.session import open_session
     from embodied.reporting.trackers import tracked
-    from embodied.run.folder import begun_from, open_run_folder
+    from embodied.run.folder import open_run_folder
     from embodied.training import loop
-    from embodied.training.preflight import check_begun, check_training
-    from embodied.workflows.run_spec import RunSpec
+    from embodied.training.checks import check_tasks
 
-    config = begun_from(config, runs_dir, resume)
-    check_begun(config, runs_dir / config.name if resume and config.name else None)
-    run = RunSpec.of(config)
-    check_training(run)
+    config = checked.config
     with (
         open_run_folder(config, source, runs_dir, resume, "rl") as (run_dir, found),
         tracked(config, run_dir) as tracking,
         open_session(config) as session,
     ):
-        result = loop.train(run, run_dir, session, found, callbacks, tracking=tracking)
+        check_tasks(checked, session)
+        result = loop.train(checked.run, run_dir, session, found, callbacks, tracking=tracking)
         return finish_run(config, run_dir, session, result, found is not None, tracking=tracking)
 
 

@@ -318,7 +318,6 @@ def _run_episodes(
         table = protocol.perturbations.get(task, ())
         trials = trials_farm(config, session, protocol.episodes(task), left, table)
         with session.farm(trials, workers=int(worker is None)) as farm:
-            protocol.check(task, farm.infos[0])
             if (why := farm.infos[0].inexact) and (note := not_repeatable(task, why)) not in warnings:
                 warnings.append(note)
                 _say(f"Note: {note}")

@@ -292,16 +292,8 @@ class Protocol:
                 f"the simulator of {task} has other task files than the process that evaluates: set LIBERO_CONFIG_PATH "
                 "alike for both, and install the same packages on every machine"
             )
-        if self.init_states is None:
-            return
-        there = f"its recorded initial states are 0 to {info.init_states - 1}"
-        if not info.init_states:
-            there = "it has no recorded initial states: its episodes begin from their seeds"
-        missing = sorted({i for i in self.init_states[: self.trials // self.attempts] if i >= info.init_states})
-        if missing:
-            raise UserError(
-                f"{task} has no initial state {', '.join(map(str, missing))}; {there}. Change --eval.init-states"
-            )
+        if self.init_states is not None:
+            require_states(task, self.init_states[: self.trials // self.attempts], info)
 
     def line(self, limits: Collection[int] = (), has_success: bool = True) -> str:
         """The protocol in a sentence, for people; `limits` are the tasks' own maximum steps, once they are known."""
@@ -372,6 +364,18 @@ class Protocol:
             if published is not None and self.cameras != published.cameras:
                 text += f" (published: {', '.join(published.cameras)})"
         return text
+
+
+def require_states(task: str, states: Sequence[int], info: TaskInfo) -> None:
+    """Raise `UserError` if the task lacks one of the recorded initial states."""
+    there = f"its recorded initial states are 0 to {info.init_states - 1}"
+    if not info.init_states:
+        there = "it has no recorded initial states: its episodes begin from their seeds"
+    missing = sorted({state for state in states if state >= info.init_states})
+    if missing:
+        raise UserError(
+            f"{task} has no initial state {', '.join(map(str, missing))}; {there}. Change --eval.init-states"
+        )
 
 
 def _cameras(config: Config) -> int | tuple[str, ...]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from embodied.devices import Affinity
-from embodied.errors import UserError
 from embodied.execution.assignment import Assignment
 from embodied.execution.roles import LearnerRole, PolicyRole, ReplicaRole, RolloutRole
 from embodied.execution.session import Session
@@ -26,16 +25,6 @@ from sim_farm.client.farm import Farm
 def uses_replicas(places: Sequence[Affinity]) -> bool:
     """True if policy workers at these places are replicas, and a rollout worker steps the environments."""
     return len(places) > 1 or bool(places[0].node)
-
-
-def check_replicas(replicas: int, groups: int) -> None:
-    """Raise `UserError` where some of the policy workers would never have a group to decide for."""
-    if replicas > groups:
-        raise UserError(
-            f"{replicas} policy replicas would share {groups} groups of environments, and {replicas - groups} of them "
-            f"would never act: set policy.replicas to {groups} or less, or farm.groups to more (better twice as many "
-            "groups as replicas: one is simulated while another is inferred)"
-        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from embodied.errors import UserError
 from embodied.execution.assignment import Assignment, farm_specs, frame_rows, memory_rounds
 from embodied.execution.delivery import TrajectoryDelivery, start_delivery
 from embodied.execution.learner_ranks import start_ranks
-from embodied.execution.policy_workers import check_replicas, start_policy_workers, uses_replicas
+from embodied.execution.policy_workers import start_policy_workers, uses_replicas
 from embodied.execution.roles import LearnerRole, PolicyRole, RolloutRole, ScorerRole
 from embodied.execution.session import Session
 from embodied.learning.weight_sync import WeightSync
@@ -25,10 +25,10 @@ from embodied.reporting.live import tell
 from embodied.run.trace import SpanRecorder
 from embodied.runtime.handles import WorkerGroup
 from embodied.trajectories.memory import TrajectoryMemory
-from embodied.workflows.checks import check_ranks, check_tasks
 from embodied.workflows.context import WorkerContext, policy_spec
-from embodied.workflows.recipes import Recipe, WorkflowComponent
+from embodied.workflows.recipes import WorkflowComponent
 from embodied.workflows.run_spec import RunSpec
+from embodied.workflows.sizes import check_instances
 from sim_farm.client.farm import Farm
 from sim_farm.contract import TaskInfo
 
@@ -70,22 +70,21 @@ def start_workers(
 ) -> Iterator[Run]:
     """Start the run's workers as the assignment places them; they end with the block. `order` is the class of the run.
 
-    Raises `UserError` for tasks that one policy cannot act in, for edges that no worker serves, and for assignments
-    that contradict themselves or have more ranks than a minibatch rows.
+    Raises `UserError` for assignments of a plan that contradict themselves, or have more instances than there is work
+    for.
     """
     recipe = spec.recipe
-    check_workflow(recipe)
     if assignment.ahead and assignment.unload:
         raise UserError(
             "a plan that runs ahead has nothing to unload: rollout and learner work at the same time; set ahead 0 "
             "or unload false"
         )
     farms = farm_specs(spec, assignment)
-    check_replicas(len(assignment.components[recipe.policy.name]), sum(farm.groups for farm in farms))
-    check_ranks(spec.config, len(assignment.components[recipe.learner.name]))
+    if assignment.mode != "configured":  # the settings are checked with the command's
+        ranks, replicas = (len(assignment.components[one.name]) for one in (recipe.learner, recipe.policy))
+        check_instances(spec.config, ranks, replicas, sum(farm.groups for farm in farms))
 
     def rows(infos: tuple[TaskInfo, ...]) -> int:
-        check_tasks(spec, infos)  # as soon as the sizes are known: no environment is built, and Ray is not started
         return frame_rows(spec, assignment.ahead, infos)
 
     with session.farm(farms, assignment.farms, rows, processes_here(spec, assignment)) as farm:
@@ -186,24 +185,6 @@ def _start_scorer(
     if beside is not None:
         group.get(group.pipe(ScorerRole.share, beside, LearnerRole.own_policy))
     return group
-
-
-def check_workflow(recipe: Recipe) -> None:
-    """Raise `UserError` for a component without a class of worker, and for an edge that carries what its source does
-    not make or its target does not take."""
-    classes = {component.name: component.worker_class() for component in recipe.components}
-    after = {component.name for component in recipe.after_rollout}
-    for edge in recipe.edges:
-        if edge.target not in after:
-            continue  # within the loop: the farm's own
-        made: frozenset[str] = getattr(classes[edge.source], "makes", frozenset())
-        taken: frozenset[str] = getattr(classes[edge.target], "takes", frozenset())
-        if edge.carries not in made & taken:
-            raise UserError(
-                f"the workflow {recipe.name} has {edge.source} send {edge.carries!r} to {edge.target}, and no worker "
-                f"serves that edge: {edge.source} makes {', '.join(sorted(made)) or 'nothing'}, {edge.target} takes "
-                f"{', '.join(sorted(taken)) or 'nothing'}"
-            )
 
 
 def processes_here(spec: RunSpec, assignment: Assignment) -> int:

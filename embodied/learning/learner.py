@@ -47,7 +47,6 @@ from embodied.run import checkpoint
 from embodied.runtime.ranks import Ranks
 from embodied.trajectories.batch import StoredDecisions, Trajectories, join_columns, without_broken_episodes
 from embodied.trajectories.memory import FrameCounts, TrajectoryMemory
-from embodied.workflows.checks import check_algorithm, check_credit, check_ranks
 from embodied.workflows.context import WorkerContext
 from embodied.workflows.run_spec import RunSpec
 from policies.capabilities import Observes
@@ -120,7 +119,6 @@ class Learner(TrainedPolicy, WeightsPublisher):
     ) -> None:
         """`ranks` are not connected yet (`join`); None: this learner is the only one."""
         config = run.config
-        self.check(config)
         self._device = device_of(policy)
         self._run_dir = run_dir
         self._recipe = run.recipe
@@ -142,11 +140,8 @@ class Learner(TrainedPolicy, WeightsPublisher):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise `UserError` for settings that contradict each other, or need what no component adds."""
-        check_credit(config)
-        check_ranks(config, config.optim.ranks)
-        check_algorithm(config)
-        UpdateControls(config)  # raises for a critic in other units
+        """Raise `UserError` where the critic of `policy.init` predicts in other units than the run's."""
+        UpdateControls(config)
 
     @classmethod
     def make(cls, context: WorkerContext) -> Learner:

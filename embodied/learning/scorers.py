@@ -148,7 +148,6 @@ class RewardWorker(Scorer):
         """The reward worker of a run. Raises `UserError` for a function or classifier that is not there or does not
         fit."""
         config = context.config
-        cls.check(config)
         device = find_device(context.affinity.device or config.policy.device)
         if config.reward.function is not None:
             judge, device = function_of(config.reward.function), CPU

@@ -31,7 +31,6 @@ import torch
 from embodied import progress
 from embodied.config.schema import Config
 from embodied.devices import decide, predict
-from embodied.errors import UserError
 from embodied.rollout.environment_groups import EnvironmentGroup, groups_of, next_group
 from embodied.rollout.temporal_ensemble import TemporalEnsemble
 from embodied.statistics import latency_percentiles, mean_interval, wilson
@@ -455,7 +454,7 @@ def make_evaluator(
 ) -> Evaluator:
     """An evaluator that has begun the configuration's task. `disturbance`: see `Evaluator`."""
     evaluator = Evaluator(
-        lambda sizes: finished_policy(config, sizes, checkpoint),
+        lambda sizes: make_policy(config, sizes, checkpoint),
         config.policy.reads,
         config.seed,
         config.eval.greedy is not False,
@@ -464,15 +463,3 @@ def make_evaluator(
     )
     evaluator.begin(config.env.task, spec, farm)
     return evaluator
-
-
-def finished_policy(config: Config, spec: PolicySpec, checkpoint: Path | None) -> Policy:
-    """The policy as it is evaluated: from a checkpoint, unless there is nothing in it to train."""
-    policy = make_policy(config, spec, checkpoint)
-    untrained = checkpoint is None and config.policy.init is None and not policy_kind(policy.kind).pretrained
-    if untrained and any(parameter.requires_grad for parameter in policy.parameters()):
-        raise UserError(
-            f"the policy {config.policy.kind} has to be trained before it is evaluated: name a run instead of a "
-            "configuration, or its checkpoint with --checkpoint"
-        )
-    return policy

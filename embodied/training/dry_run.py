@@ -11,21 +11,14 @@ from rich import get_console
 
 from embodied.config.schema import Config
 from embodied.devices import decide
-from embodied.execution.assignment import Assignment, configured, frame_rows, imitation_places, memory_rounds
+from embodied.execution.assignment import HERE, Assignment, configured, frame_rows, imitation_places, memory_rounds
 from embodied.learning.optimizer import make_optimizer
 from embodied.learning.sharding import rank_bytes
 from embodied.rollout.policy_worker import blank_inputs
+from embodied.training.checks import Checked, check_described, check_start, require_rows
 from embodied.training.imitator import ADAM_EPS
-from embodied.training.preflight import (
-    check_begun,
-    check_evaluation,
-    check_own_evaluation,
-    check_training,
-    unknown_nodes,
-)
-from embodied.training.sft import check_augmentation, check_shares, read_demonstrations
+from embodied.training.sft import read_demonstrations
 from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
-from embodied.workflows.checks import check_tasks
 from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import holds_shards
@@ -40,12 +33,13 @@ GRADIENT_AND_MOMENTS = 3
 
 def dry_run(config: Config) -> dict[str, Any]:
     """Check the run, ask one environment of each task for its sizes, and build the policy. Returns the figures that it
-    prints; raises as `check_training` does, and `PolicyError` for a policy that does not fit the task."""
-    check_begun(config)
-    run = RunSpec.of(config)
-    check_training(run)
+    prints; raises as `check_start` and `check_described` do."""
+    checked = Checked(command="train", config=config)
+    check_start(checked)
+    run = checked.run
     infos = [InProcess().describe(task.spec) for task in run.tasks]
-    check_tasks(run, infos)
+    if not checked.is_quick:
+        check_described(checked, infos)
     policy = make_policy(config, policy_spec(config, infos[0]))
     return _shown(
         {
@@ -61,18 +55,18 @@ def dry_run(config: Config) -> dict[str, Any]:
 def sft_dry_run(config: Config) -> dict[str, Any]:
     """Check a training from demonstrations, ask an environment for its sizes, build the policy, and open the data where
     it is named. Returns the figures that it prints."""
-    check_shares(config)
-    check_augmentation(config)
-    check_evaluation(config, (config.env.task,))
-    check_own_evaluation(config)
+    checked = Checked(command="sft", config=config)
+    check_start(checked)
     info = InProcess().describe(task_spec(config))
+    if not checked.is_quick:
+        check_described(checked, [info])
     policy = make_policy(config, policy_spec(config, info), device="cpu")
     data: dict[str, Any] = {}
     rows = None
     if config.sft.data:
         demonstrations = read_demonstrations(config, info)
         rows = len(demonstrations.train)
-        check_shares(config, rows)
+        require_rows(config, rows)
         data = {"episodes": demonstrations.episodes, "rows": rows, "held_out_rows": len(demonstrations.held_out)}
     batch = min(config.sft.batch, rows or config.sft.batch)
     places = imitation_places(config, tuple(sorted(os.sched_getaffinity(0))), ())
@@ -183,7 +177,7 @@ def _placement(run: RunSpec) -> dict[str, Any]:
     config = run.config
     if config.plan.mode != "configured":
         return {"plan": config.plan.file or f"searched for when the run begins ({config.plan.mode}): `embodied plan`"}
-    found: Assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))), unknown_nodes(config))
+    found: Assignment = configured(run, tuple(sorted(os.sched_getaffinity(0))), dict.fromkeys(config.farm.nodes, HERE))
     if run.inline:
         return {"all": "in this process, in order (runtime.mode inline)"}
     workers: dict[str, Any] = {

@@ -45,6 +45,7 @@ from embodied.run import checkpoint
 from embodied.runtime.api import InlineRuntime
 from embodied.runtime.handles import WorkerGroup
 from embodied.training.checkpoints import FailedWrites
+from embodied.training.checks import require_rows
 from embodied.training.imitator import STAGE as STAGE
 from embodied.training.imitator import Imitator
 from embodied.workflows.run_spec import task_spec, tasks_of
@@ -137,26 +138,6 @@ def recorded_starts(source: Source) -> dict[str, Any]:
     }
 
 
-def check_shares(config: Config, rows: int | None = None) -> None:
-    """Raise `UserError` for more ranks than rows of a minibatch; `rows`: those that are learned from, where known."""
-    batch = config.sft.batch if rows is None else min(config.sft.batch, rows)
-    if config.optim.ranks > batch:
-        raise UserError(
-            f"optim.ranks is {config.optim.ranks}, and a minibatch has {batch} rows: each rank takes one or more; set "
-            f"optim.ranks to {batch} or less, or learn from more rows at once (sft.batch, more demonstrations)"
-        )
-
-
-def check_augmentation(config: Config) -> None:
-    """Raise `UserError` for random changes of pictures that the policy does not read."""
-    reads = config.policy.reads
-    if config.sft.augment is not None and "images" not in reads:
-        raise UserError(
-            f"sft.augment is {config.sft.augment}, and the policy reads no pictures (policy.reads {' '.join(reads)}): "
-            "leave sft.augment out, or let it read them (--policy.reads ... images, --env.cameras 1)"
-        )
-
-
 @contextmanager
 def start_imitators(
     config: Config, info: TaskInfo, demonstrations: Demonstrations, session: Session | None
@@ -198,7 +179,7 @@ def imitate(
     checkpoint.
     """
     demonstrations = read_demonstrations(config, info)
-    check_shares(config, len(demonstrations.train))
+    require_rows(config, len(demonstrations.train))
     understood = inspected(demonstrations, config, observed(task_spec(config), draw="images" in config.policy.reads))
     if understood.refused:
         show_table(replace(understood, findings=understood.warnings))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from embodied.config.schema import Config
+from embodied.errors import UserError
 from embodied.workflows.recipes import Recipe, WorkflowComponent
 from embodied.workflows.run_spec import RunSpec
 from schedulers.workflow import Component, Edge, Loop, Workflow
@@ -40,6 +41,23 @@ def workflow_of(run: RunSpec, max_episode_steps: Sequence[int]) -> Workflow:
 def physics_workers_of(config: Config, cores: int) -> int:
     """Number of processes that step the environments of each task on `cores` cores, without a plan."""
     return config.farm.physics_workers or (1 if config.runtime.mode == "inline" else cores)
+
+
+def check_instances(config: Config, ranks: int, replicas: int, groups: int) -> None:
+    """Raise `UserError` for more ranks than rows of a minibatch, and where one of the policy workers would never have a
+    group of environments to decide for."""
+    rows = config.optim.minibatch
+    if rows and ranks > rows:
+        raise UserError(
+            f"the learner has {ranks} ranks, and a minibatch {rows} rows: each rank takes one or more; set optim.ranks "
+            f"to {rows} or less, or optim.minibatch to {ranks} or more"
+        )
+    if replicas > groups:
+        raise UserError(
+            f"{replicas} policy replicas would share {groups} groups of environments, and {replicas - groups} of them "
+            f"would never act: set policy.replicas to {groups} or less, or farm.groups to more (better twice as many "
+            "groups as replicas: one is simulated while another is inferred)"
+        )
 
 
 def _sized(edges: Sequence[Edge], run: RunSpec) -> list[Edge]:

@@ -4,6 +4,7 @@ handles."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,15 +68,17 @@ class InProcess:
 
     shared = False
 
+    def __init__(self) -> None:
+        self._described: dict[TaskSpec, TaskInfo] = {}
+
     def prepare(self, processes: Sequence[tuple[TaskSpec, RenderDevice | None]]) -> None:
         """Everything is imported here anyway."""
 
     def describe(self, task: TaskSpec) -> TaskInfo:
-        physics = make_physics(task)
-        try:
-            return physics.info
-        finally:
-            physics.close()
+        if task not in self._described:
+            with closing(make_physics(task)) as physics:
+                self._described[task] = physics.info
+        return self._described[task]
 
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         worker = make_worker(setup, memory)

@@ -54,9 +54,9 @@ class Wrong(gymnasium.Env[Any, Any]):
         raise RuntimeError("always wrong")
 
 
-for kind in (Leaves, Mended, Wrong):
-    if f"farm-described/{kind.__name__}-v0" not in gymnasium.registry:
-        gymnasium.register(f"farm-described/{kind.__name__}-v0", entry_point=kind, max_episode_steps=5)
+for name in ("Leaves", "Mended", "Wrong"):
+    if f"farm-described/{name}-v0" not in gymnasium.registry:
+        gymnasium.register(f"farm-described/{name}-v0", entry_point=f"{__name__}:{name}", max_episode_steps=5)
 
 
 def task(kind: type) -> TaskSpec:

@@ -27,7 +27,6 @@ from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorErr
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from embodied.errors import UserError
-from embodied.runtime import check_interpreter
 from embodied.runtime.api import NodeInfo, RuntimeLost
 from embodied.runtime.deadlines import Deadline, Wait
 from embodied.runtime.ray.local_ray import RayProcesses, RaySession, only_needed
@@ -58,11 +57,10 @@ class RayCluster:
     """Starts Ray on this machine (`local`), or joins the cluster at `address`, when it is first needed (`start_ray`).
 
     `start_ray` raises `UserError` when no cluster answers at the address, or this machine is not one of its nodes, and
-    when Ray's own processes do not start. Raises `UserError` where they could not from this Python's path.
+    when Ray's own processes do not start.
     """
 
     def __init__(self, address: str, deadline_s: float) -> None:
-        check_interpreter()
         self.deadline = Deadline(deadline_s)
         self.watchers: list[Callable[[], None]] = []
         """Called by `watch`; each checks some workers, and raises the error that ends the run."""

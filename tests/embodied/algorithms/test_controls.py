@@ -15,9 +15,9 @@ from embodied.config.files import parse_config
 from embodied.config.schema import AdvantageConfig, Config, LossConfig
 from embodied.errors import UserError
 from embodied.run import checkpoint
-from embodied.workflows.checks import check_algorithm
 from tests.embodied.learning.test_learner import make_batch, make_learner, to_rows
 from tests.embodied.run.test_resume import STATES, assert_same_run, config_of, run
+from tests.embodied.support.checked import check
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -147,7 +147,7 @@ def test_a_run_that_goes_on_adapts_as_if_it_had_not_stopped(tmp_path: Path) -> N
 
 def test_returns_without_a_critic_are_not_scaled() -> None:
     with pytest.raises(UserError, match="has no critic"):
-        check_algorithm(parse_config({"workflow": "grpo", "advantage": {"normalise_returns": True}}, "test"))
+        check(parse_config({"workflow": "grpo", "advantage": {"normalise_returns": True}}, "test"))
 
 
 def test_controls_of_earlier_versions_are_left_out_and_unknown_ones_refused() -> None:

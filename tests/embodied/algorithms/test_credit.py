@@ -20,7 +20,6 @@ from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
-from embodied.training.preflight import check_components
 from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.run_spec import RunSpec
@@ -32,6 +31,7 @@ from sim_farm.contract import TaskSpec
 from sim_farm.episodes import EndlessEpisodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
+from tests.embodied.support.checked import check
 from tests.embodied.support.copied_out import copied_out
 
 T, B, C, A, S = 7, 5, 3, 2, 4
@@ -249,7 +249,7 @@ def test_joined_parts_keep_the_rewards_of_actions() -> None:
 
 def test_credit_for_actions_needs_units_that_are_no_more() -> None:
     with pytest.raises(UserError, match="set it to action or element"):
-        check_components(RunSpec.of(parse_config({"advantage": {"credit": "action"}}, "test")))
+        check(parse_config({"advantage": {"credit": "action"}}, "test"))
 
 
 def test_a_policy_without_values_of_actions_is_refused() -> None:

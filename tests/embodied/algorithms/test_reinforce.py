@@ -12,11 +12,10 @@ from embodied.algorithms.estimators import judged, outcomes, reinforce
 from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.reporting.metrics import read
-from embodied.training.preflight import check_components
 from embodied.trajectories.batch import Trajectories, join_columns
-from embodied.workflows.run_spec import RunSpec
 from tests.embodied.run.test_resume import run as train
 from tests.embodied.support import episode_parts
+from tests.embodied.support.checked import check
 from tests.embodied.support.episode_parts import LIMIT, SIZE, episodes_in_parts
 
 skilled = episode_parts.skilled  # the fixture: a policy that solves some episodes
@@ -89,7 +88,7 @@ def test_a_margin_without_a_limit_is_refused(limit: int | None, batch: Trajector
 )
 def test_settings_that_nothing_reads_are_refused_before_a_worker_starts(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        check_components(RunSpec.of(config_of(**changes)))
+        check(config_of(**changes))
 
 
 LEARNING: dict[str, Any] = {

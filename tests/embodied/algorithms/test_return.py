@@ -21,9 +21,8 @@ from embodied.reporting.metrics import SELECTION, read
 from embodied.reporting.run_record import RETURN, read_run
 from embodied.reporting.runs_page import write_runs_page
 from embodied.run import checkpoint
-from embodied.workflows.checks import check_measure
+from embodied.training import checks
 from embodied.workflows.context import policy_spec
-from embodied.workflows.run_spec import RunSpec
 from policies import PolicyError
 from sim_farm.contract import TaskInfo, TaskSpec
 from sim_farm.registry import make_physics
@@ -115,6 +114,11 @@ def test_two_such_policies_are_not_compared_by_success(trained: tuple[dict[str, 
         evaluate_run(str(folder), config_of(), None, folder.parent, into=tmp_path / "e", against=str(other))
 
 
+def measured(*infos: TaskInfo, **changes: Any) -> None:
+    """Check the measure of a run whose simulators say this."""
+    checks._measure(checks.Checked(command="train", config=config_of(**changes), infos=infos))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -126,8 +130,8 @@ def test_what_needs_success_is_refused(changes: dict[str, Any], message: str) ->
     with closing(make_physics(TaskSpec("gymnasium/CartPole-v1"))) as physics:
         info = physics.info
     with pytest.raises(UserError, match=f"CartPole-v1 has no success, which {message}"):
-        check_measure(RunSpec.of(config_of(**changes)), [info])
-    check_measure(RunSpec.of(config_of(workflow="grpo", advantage={"outcome": "return"})), [info])
+        measured(info, **changes)
+    measured(info, workflow="grpo", advantage={"outcome": "return"})
 
 
 def test_a_run_that_needs_success_is_refused_before_it_trains(tmp_path: Path) -> None:
@@ -143,15 +147,15 @@ def test_a_target_of_success_is_a_share(stop_at: float, says: str) -> None:
     with closing(make_physics(TaskSpec("tabletop/reach"))) as physics:
         info = physics.info
     with pytest.raises(UserError, match=f"stop_at is a share of solved episodes.*{says}"):
-        check_measure(RunSpec.of(parse_config({"stop_at": stop_at}, "test")), [info])
-    check_measure(RunSpec.of(parse_config({"stop_at": 1.0}, "test")), [info])
+        measured(info, stop_at=stop_at)
+    measured(info, stop_at=1.0)
 
 
 def test_tasks_with_and_without_success_are_not_trained_together() -> None:
     one = TaskInfo(TaskSpec("a/without"), 1, (-1.0,), (1.0,), 0, 3, 0, (), 9, 1.0, has_success=False)
     other = TaskInfo(TaskSpec("a/with"), 1, (-1.0,), (1.0,), 0, 3, 0, (), 9, 1.0)
     with pytest.raises(UserError, match="a/without has no success .* a/with has one"):
-        check_measure(RunSpec.of(config_of()), [other, one])
+        measured(other, one)
 
 
 def test_a_policy_that_says_real_numbers_is_refused_where_actions_are_choices() -> None:

@@ -21,13 +21,13 @@ from embodied.errors import UserError
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.reporting.metrics import read
 from embodied.trajectories.batch import TensorDecisions
-from embodied.workflows.checks import check_algorithm
 from policies import Inputs, PolicySpec
 from policies.conformance import laws
 from policies.contract import actor_parameters
 from policies.denoising import VARIANCE_EPS
 from tests.embodied.algorithms.test_estimators import make_batch
 from tests.embodied.run.test_resume import run
+from tests.embodied.support.checked import check
 from tests.embodied.training.test_pi0_end_to_end import SETTINGS
 
 SPEC = PolicySpec(action_dim=3, chunk=2, horizon=3, state_dim=5)
@@ -171,4 +171,4 @@ def test_a_run_learns_from_episodes(scored: str, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_contrasted_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_algorithm(parse_config({**STEPNFT, **changes}, "test"))
+        check(parse_config({**STEPNFT, **changes}, "test"))

@@ -15,10 +15,10 @@ from embodied.config.files import load_config
 from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
 from embodied.run.folder import fetched
-from embodied.training.preflight import check_policy
 from policies.contract import PolicyError
 from tests.embodied.commands.test_cli import embodied, refusal
 from tests.embodied.demonstrations.examples import FOREIGN
+from tests.embodied.support.checked import check
 from tests.embodied.support.hub_server import Hub, serving
 from tests.policies.openvla.tiny import write_tiny
 
@@ -80,7 +80,7 @@ def test_a_cache_that_was_copied_is_enough(cache: Path, tiny: Path) -> None:
     config = fetched(with_policy(options={"checkpoint": "org/tiny", "unnorm_key": "tiny"}))
     assert config.policy.hub_name == f"org/tiny@{commit}"
     assert config.policy.architecture["checkpoint"] == str(repository / "snapshots" / commit)
-    check_policy(config.model_copy(update={"env": config.env.model_copy(update={"cameras": 1})}))
+    check(config.model_copy(update={"env": config.env.model_copy(update={"cameras": 1})}), "serve")
     with pytest.raises(UserError, match="(?s)org/tiny@v2 is no folder here.*hf download org/tiny --revision v2"):
         hub.checkpoint_folder("org/tiny@v2")
 
@@ -159,13 +159,13 @@ def test_a_checkpoint_of_another_kind_is_refused_with_its_kind(tiny: Path) -> No
     for kind, folder, right in (("pi0", str(tiny), "openvla or openvla_oft"), ("openvla", pi0, "pi0")):
         says = f"config.json is of {right}, and policy.kind is {kind}: set policy.kind"
         with pytest.raises(PolicyError, match=says):
-            check_policy(with_policy(kind=kind, options={"checkpoint": folder}))
+            check(with_policy(kind=kind, options={"checkpoint": folder}), "serve")
 
 
 def test_a_checkpoint_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"type": "xvla"}))
     with pytest.raises(PolicyError, match="config.json is of 'xvla', which no kind of policies reads"):
-        check_policy(with_policy(options={"checkpoint": str(tmp_path)}))
+        check(with_policy(options={"checkpoint": str(tmp_path)}), "serve")
 
 
 def test_a_folder_of_the_project_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_a_folder_of_the_project_is_no_name(tmp_path: Path, monkeypatch: pytest.
     assert Path(shipped.policy.architecture["checkpoint"], "config.json").is_file()
     absent = with_policy(options={"checkpoint": "assets/absent"})
     with pytest.raises(PolicyError, match="policy.options.checkpoint: assets/absent is not a folder"):
-        check_policy(fetched(absent))
+        check(fetched(absent), "serve")
 
 
 @pytest.mark.slow

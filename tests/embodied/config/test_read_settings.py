@@ -95,7 +95,6 @@ def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return plain(self, name)
 
     monkeypatch.setattr(Section, "__getattribute__", noted)
-    monkeypatch.setattr("embodied.workflows.checks.check_unread", lambda config: None)
     return found
 
 

@@ -18,7 +18,7 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import protocol_of
-from embodied.training.preflight import check_begun, check_own_evaluation
+from embodied.training.checks import AT_END, Checked, check_start
 from embodied.workflows.conventions import check_checkpoint, differences, notes_on, overruled
 from tests.embodied.support.evaluations import trained
 
@@ -139,8 +139,8 @@ def test_a_run_goes_on_whatever_it_once_began_from(runs: Path) -> None:
     init = other(runs / "plain").model_copy(update={"name": "plain"})
     begun = with_settings(init, {"policy.init": str(checkpoint_of(runs / "turned"))}, "test")
     with pytest.raises(UserError, match="teach it these by demonstrations"):
-        check_begun(begun)
-    check_begun(begun, runs / "plain")
+        check_start(Checked(command="train", config=begun))
+    check_start(Checked(command="train", config=begun, run_dir=runs / "plain"))
 
 
 def test_a_policy_is_loaded_with_the_settings_of_its_own_run(runs: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_run_is_not_evaluated_by_a_protocol_of_other_conventions() -> None:
     with pytest.raises(
         UserError, match=r"this run was trained with env\.orientation upright, and acts here with rotated"
     ):
-        check_own_evaluation(parse_config(LIBERO, "test"))
+        check_start(Checked(command=AT_END, config=parse_config(LIBERO, "test")))
     rotated = parse_config(LIBERO | {"env": LIBERO["env"] | {"orientation": "rotated"}}, "test")
     protocol = protocol_of(rotated)
     assert differences(rotated, protocol.applied(rotated, protocol.tasks[0])) == []

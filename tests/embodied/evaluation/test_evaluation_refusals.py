@@ -137,7 +137,6 @@ def test_weights_that_are_not_finite_are_refused_wherever_they_enter(run: Path, 
     assert not (tmp_path / "next").exists()
 
 
-@pytest.mark.slow
 def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp_path: Path) -> None:
     base = settings_of(str(run), tmp_path).model_dump(mode="json")
     with pytest.raises(PolicyError) as caught:
@@ -146,7 +145,7 @@ def test_a_policy_of_another_action_size_is_refused_with_the_task(run: Path, tmp
     message = str(caught.value)
     assert "tabletop/pick_and_place" in message and "action_dim is 3, expected 4" in message
     assert message.endswith("name tasks of the sizes it was trained on in eval.tasks")
-    assert {task for task, _ in read_folder(tmp_path / "e").outcomes} == {"tabletop/reach"}, "what was done is kept"
+    assert not (tmp_path / "e").exists(), "all tasks are looked at before the first episode"
 
 
 def test_the_size_of_pictures_that_a_policy_never_sees_does_not_matter_to_it(run: Path, tmp_path: Path) -> None:

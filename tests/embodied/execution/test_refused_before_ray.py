@@ -1,55 +1,113 @@
-"""What only a simulator knows of a task is refused before an environment is built and before Ray is started."""
+"""What only a simulator knows of a task is refused before an environment of a farm is built and before Ray is
+started, by every command: where the simulator is quick, in the command's process, else in a process of the session."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from embodied.config.files import parse_config
-from embodied.errors import UserError
-from embodied.execution.assignment import configured
-from embodied.execution.iteration import start_run
-from embodied.execution.session import open_session
-from embodied.workflows.run_spec import RunSpec
-from policies.errors import PolicyError
-from sim_farm.contract import FarmError
+from embodied import cli
+from embodied.config.files import parse_config, save_config
+from embodied.runtime.ray.cluster import RayCluster
+from tests.embodied.support import stranger
 
 OWN = "tests.sim_farm.test_gymnasium:gymnasium/farm-tests"
 REACH = {"task": "tabletop/reach", "num_envs": 2, "max_episode_steps": 10}
+SLOW = {"env": {"task": f"{stranger.NAMES['env.task']}/reach", "num_envs": 2}}
+"""A stranger's simulator, of which nothing is known before it is asked."""
 SEEING = {
     "policy": {"kind": "flow", "reads": ["images"], "options": {"encoder": "cnn"}},
     "env": {**REACH, "cameras": 1, "image_size": 32},
 }
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+UNTRAINED = "has to be trained before it is evaluated"
+STATES = {"eval": {"init_states": [0, 1], "episodes": 2, "greedy": False}}
+RUNS, EVERY = ("train", "profile", "compare"), ("train", "profile", "compare", "eval", "record")
+MISTAKES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "discrete actions": (
         {"env": {"task": "gymnasium/CartPole-v1", "num_envs": 2}},
         "one of 2 choices, and gaussian_mlp says real numbers",
+        EVERY,
     ),
-    "actions of several numbers of choices": ({"env": {"task": f"{OWN}/Choices-v0", "num_envs": 2}}, "MultiDiscrete"),
-    "no time limit": ({"env": {"task": f"{OWN}/Endless-v0", "num_envs": 2}}, "no time limit of its own"),
+    "actions of several numbers of choices": (
+        {"env": {"task": f"{OWN}/Choices-v0", "num_envs": 2}},
+        "MultiDiscrete",
+        EVERY,
+    ),
+    "no time limit": ({"env": {"task": f"{OWN}/Endless-v0", "num_envs": 2}}, "no time limit of its own", EVERY),
     "tasks of other sizes": (
         {**SEEING, "extra_tasks": [{"task": "tabletop/push", "image_size": 64}]},
-        "an image size of 64, and the tasks of one farm share them",
+        "its image_size is 64, the first task's 32",
+        RUNS,
     ),
-    "recorded states": ({"env": {**REACH, "init_states": 3}}, "the task's recorded initial states are none"),
+    "recorded states": ({"env": {**REACH, "init_states": 3}}, "the task's recorded initial states are none", RUNS),
     "a measure": (
         {"env": {"task": "gymnasium/Pendulum-v1", "num_envs": 2}, "workflow": "grpo", "rollout": {"episode_group": 2}},
         "gymnasium/Pendulum-v1 has no success",
+        ("train",),
     ),
+    "states of the evaluation": ({"env": REACH, **STATES}, "has no initial state 0, 1", ("train",)),
+    "states of an evaluation": (
+        {"env": REACH, "policy": {"kind": "scripted"}, **STATES},
+        "has no initial state 0, 1",
+        ("eval", "record"),
+    ),
+    "no weights": ({"env": REACH}, UNTRAINED, ("eval", "record")),
+    "slow: choices": ({**SLOW, "policy": {"kind": "categorical_mlp"}}, "and the task's are real numbers", EVERY),
+    "slow: recorded states": (
+        {"env": {**SLOW["env"], "init_states": 3}},
+        "the task's recorded initial states are none",
+        RUNS,
+    ),
+    "slow: states": ({**SLOW, "policy": {"kind": "random"}, **STATES}, "has no initial state 0, 1", ("eval", "record")),
+    "slow: no weights": (SLOW, UNTRAINED, ("eval", "record")),
+    "slow: no camera": ({**SEEING, "env": {**SLOW["env"], "cameras": 1}}, "and no camera, got", ("train", "eval")),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_a_simulator_knows_is_refused_before_ray_is_started(mistake: str, tmp_path: Path) -> None:
-    settings, says = MISTAKES[mistake]
+class RayStarted(Exception):
+    """A command came as far as starting Ray."""
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start_ray(self: RayCluster, *arguments: Any) -> None:
+        raise RayStarted
+
+    monkeypatch.setattr(RayCluster, "start_ray", start_ray)
+    monkeypatch.chdir(tmp_path)
+    stranger.write(tmp_path / "packages")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "stranger"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def command(verb: str, settings: dict[str, Any], folder: Path) -> list[str]:
     farm = {"groups": 1, "physics_workers": 1}
-    run = RunSpec.of(parse_config({"farm": farm, "runtime": {"mode": "ray"}, **settings}, "test"))
-    with open_session(run.config) as session:
-        with (
-            pytest.raises((UserError, PolicyError, FarmError), match=says),
-            start_run(run, tmp_path, session, configured(run, session.cores)),
-        ):
-            pass
-        assert not session.runtime.started
+    config = parse_config({"farm": farm, "runtime": {"mode": "ray"}, **settings}, "test")
+    save_config(config, folder / "own.yaml")
+    return [verb, "own.yaml", *(["--out", "out"] if verb in ("record", "compare", "profile") else [])]
+
+
+@pytest.mark.parametrize(
+    ("verb", "mistake"), [(verb, mistake) for mistake, (_, _, verbs) in MISTAKES.items() for verb in verbs]
+)
+def test_what_a_simulator_knows_is_refused_before_ray_is_started(
+    verb: str, mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, says, _ = MISTAKES[mistake]
+    status = cli.main(command(verb, settings, tmp_path))
+    said = " ".join(capsys.readouterr().err.split())
+    assert status == 2 and says in said, said
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and "packages" not in path.parts]
+    assert left == [tmp_path / "own.yaml"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("task", [REACH["task"], SLOW["env"]["task"]])
+@pytest.mark.parametrize("verb", EVERY)
+def test_what_is_right_goes_on_to_start_ray(verb: str, task: Any, tmp_path: Path) -> None:
+    acts = {"policy": {"kind": "random"}} if verb in ("eval", "record") else {}
+    with pytest.raises(RayStarted):
+        cli.main(command(verb, {"env": {"task": task, "num_envs": 8}, **acts}, tmp_path))

@@ -31,6 +31,7 @@ from embodied.training import loop as training
 from embodied.workflows.run_spec import RunSpec
 from sim_farm.contract import FarmError
 from tests.embodied.run.test_resume import assert_same_run, rewind, run
+from tests.embodied.support.checked import check
 from tests.variants import often
 
 FIRST, SECOND = 4, 8
@@ -333,12 +334,8 @@ def test_tasks_that_one_policy_cannot_act_in_are_refused(tmp_path: Path) -> None
         "env": {**STATES["env"], "num_envs": 2}, "policy": STATES["policy"],
         "extra_tasks": [{"task": "tabletop/push", "num_envs": 2}],
     }  # fmt: skip
-    message = refusal(tmp_path / "states", **changes)
-    assert (
-        "one policy cannot act in tabletop/push too" in message
-        and "state_dim" in message
-        and "reads: [images]" in message
-    )
+    with pytest.raises(UserError, match=r"one policy cannot act in tabletop/push too.*state_dim.*reads: \[images\]"):
+        check(parse_config({**SETTINGS, **changes}, "test"))
     small = {**SETTINGS["env"], "num_envs": 2}
     message = refusal(
         tmp_path / "sizes", env=small, extra_tasks=[{"task": "tabletop/push", "num_envs": 2, "image_size": 64}]

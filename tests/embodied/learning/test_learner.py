@@ -25,6 +25,7 @@ from embodied.trajectories.batch import TensorDecisions, Trajectories, without_b
 from embodied.workflows.run_spec import RunSpec
 from policies.contract import Evaluation, Inputs, Policy, PolicySpec, actor_parameters
 from policies.small.gaussian_mlp import GaussianMLP
+from tests.embodied.support.checked import check
 
 T, B, C, A, S = 6, 5, 3, 2, 4
 SPEC = PolicySpec(action_dim=A, chunk=C, state_dim=S)
@@ -437,7 +438,7 @@ def test_a_critic_that_warms_up_makes_no_backward_pass_through_the_policy(tmp_pa
 
 def test_a_warm_up_without_a_critic_is_refused() -> None:
     with pytest.raises(UserError, match="the workflow grpo has no critic"):
-        Learner.check(Config(workflow="grpo", optim=OPTIM.model_copy(update={"critic_warmup": 1})))
+        check(Config(workflow="grpo", optim=OPTIM.model_copy(update={"critic_warmup": 1})))
 
 
 def test_gradients_are_scaled_down_to_the_norm(tmp_path: Path) -> None:

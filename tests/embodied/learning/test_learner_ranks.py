@@ -36,6 +36,7 @@ from embodied.workflows.run_spec import RunSpec
 from sim_farm.client.farm import WorkerFailed
 from tests.embodied.learning.test_learner import make_batch
 from tests.embodied.support import runs
+from tests.embodied.support.checked import check
 from tests.embodied.support.ranks_alone import Counted, alone, assert_near, config_of, connected, state_at, weights_of
 from tests.embodied.support.runs import CORES, ITERATIONS, Run, assert_was_a_test, assigned, inline, kept_in
 
@@ -326,8 +327,8 @@ def test_a_checkpoint_that_cannot_be_read_is_one_message(ray_runtime: RayRuntime
 
 def test_more_ranks_than_rows_of_a_minibatch_are_refused(ray: Session, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="9 ranks, and a minibatch 8 rows.*set optim.ranks to 8 or less"):
-        Learner.check(config_of(ranks=9))
-    Learner.check(config_of(ranks=9, minibatch=0))
+        check(config_of(ranks=9))
+    check(config_of(ranks=9, minibatch=0))
     with pytest.raises(UserError, match="17 ranks, and a minibatch 16 rows"):
         run(STATES, ray, of_ranks(17), tmp_path / "ray")
 

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from embodied.commands.train import train_run
-from embodied.config.files import parse_config
+from embodied.config.files import parse_config, with_settings
 from embodied.config.schema import Config, PolicyConfig
 from embodied.errors import UserError
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import problem_notes, protocol_of
 from embodied.evaluation.provenance import lineage, trained_sentence
-from embodied.training.preflight import check_evaluation, check_training
-from embodied.workflows.run_spec import RunSpec
 from embodied_language.text.problem_files import ProblemFile, problem_backend
 from policies import PolicyError
 from sim_farm.contract import EpisodeSpec
 from tests.embodied.support import evaluations, text_runs
+from tests.embodied.support.checked import check
 from tests.embodied.support.text_runs import settings
 
 run = evaluations.run  # the fixture
@@ -135,10 +134,10 @@ def test_prompts_that_are_too_long_are_named_before_a_run(
     said = rf"{path} has problems that are too long for {model}, 2 of 10: row 9, 10\. The prompt of row 10 has 3"
     config = asked(model, "long")
     with pytest.raises(PolicyError, match=said):
-        check_training(RunSpec.of(config))
+        check(config)
     with pytest.raises(PolicyError, match=said):
-        check_evaluation(asked(model, "ten"), [config.env.task])
-    check_training(RunSpec.of(asked(model, "ten")))
+        check(with_settings(asked(model, "ten"), {"eval.tasks": [config.env.task]}, "test"), "eval")
+    check(asked(model, "ten"))
 
 
 def test_a_verifier_that_fails_on_every_answer_ends_the_run(

@@ -27,7 +27,6 @@ from embodied.learning.scorers import ReferenceWorker
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss
 from embodied.reporting.metrics import read
 from embodied.run.folder import begun_from
-from embodied.training.preflight import check_components
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows.context import WorkerContext, make_policy, policy_spec
 from embodied.workflows.recipes import recipe_of
@@ -35,6 +34,7 @@ from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy, actor_parameters
 from tests.embodied.run.test_resume import assert_same_run, rewind
 from tests.embodied.run.test_resume import run as train
+from tests.embodied.support.checked import check
 
 STATES: dict[str, Any] = {
     "workflow": "ppo_reference",
@@ -304,7 +304,7 @@ def test_a_reference_without_a_pull_and_a_pull_without_a_reference_are_refused(
     workflow: str, pull: float, says: str
 ) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        check_components(RunSpec.of(config_of(workflow=workflow, loss={"reference_kl": pull})))
+        check(config_of(workflow=workflow, loss={"reference_kl": pull}))
     assert "loss.reference_kl" in str(caught.value)
 
 
@@ -326,5 +326,5 @@ def test_a_run_whose_beginning_is_gone_does_not_go_on_with_another_reference(tmp
 def test_the_shipped_configurations_have_a_reference(name: str) -> None:
     assert (CONFIGS / f"{name}.yaml").is_file()
     config = load_config(name)
-    check_components(RunSpec.of(config))
+    check(config)
     assert "reference" in {component.name for component in recipe_of(config).after_rollout}

@@ -26,8 +26,8 @@ from embodied.execution.session import open_session
 from embodied.learning.scorers import RewardWorker, Scorer
 from embodied.learning.success_classifier import Looks, SuccessClassifier
 from embodied.reporting.metrics import read
+from embodied.training.checks import Checked, check_start
 from embodied.training.classifier_training import ClassifierTraining, learn_success, read_labelled
-from embodied.training.preflight import check_components, check_run
 from embodied.trajectories.batch import Trajectories
 from embodied.workflows import PPO, WorkflowComponent, passing
 from embodied.workflows.context import WorkerContext, policy_spec
@@ -35,6 +35,7 @@ from embodied.workflows.recipes import recipe_of
 from embodied.workflows.run_spec import RunSpec
 from tests.embodied.run.test_resume import assert_same_run
 from tests.embodied.run.test_resume import run as train
+from tests.embodied.support.checked import check
 from tests.embodied.support.expert import record_reach
 
 SIZE, CAMERAS, ENVS = 48, 2, 4
@@ -300,13 +301,13 @@ def test_a_reward_worker_that_cannot_judge_is_refused_before_anything_starts(
     changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(UserError, match=says):
-        check_components(RunSpec.of(config_of(**changes)))
+        check_start(Checked(command="train", config=config_of(**changes)))
 
 
 @pytest.mark.parametrize("name", ["brightness", "nowhere_to_be_found:judge", f"{__name__}:nobody", f"{__name__}:SIZE"])
 def test_a_function_that_is_none_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=name):
-        check_run(RunSpec.of(config_of(reward={"model": name})))
+        check(config_of(reward={"model": name}))
 
 
 @pytest.mark.parametrize("judge", [half_a_judge, speechless])
@@ -318,7 +319,7 @@ def test_a_judge_that_does_not_say_a_number_for_each_row_is_refused(judge: Any, 
 def test_a_classifier_of_other_frames_and_one_that_is_damaged_are_refused(tmp_path: Path) -> None:
     config = config_of(reward={"model": str(tmp_path / "c")})
     with pytest.raises(UserError, match="embodied reward"):
-        check_run(RunSpec.of(config))  # before anything starts
+        check(config)  # before anything starts
     SuccessClassifier(Looks(("front",), 32, "upright")).save(tmp_path / "c")
     with pytest.raises(UserError, match="32 pixels"), begun(config, tmp_path / "run"):
         pass
@@ -341,6 +342,5 @@ def test_episodes_without_frames_or_successes_teach_nothing(demos: Dataset, tmp_
 
 def test_the_shipped_configuration_has_a_reward_worker() -> None:
     config = load_config("reach_reward")
-    check_components(RunSpec.of(config))
-    check_run(RunSpec.of(config))
+    check(config)
     assert "reward" in {component.name for component in recipe_of(config).after_rollout}

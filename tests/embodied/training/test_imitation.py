@@ -34,6 +34,7 @@ from embodied.workflows.run_spec import task_spec
 from policies.small.gaussian_mlp import GaussianMLP
 from sim_farm.contract import EpisodeSpec, TaskInfo
 from sim_farm.registry import make_physics
+from tests.embodied.support.checked import check
 from tests.embodied.support.expert import record_reach
 from tests.full_disk import full_disk
 
@@ -194,7 +195,7 @@ def test_changed_pictures_are_learned_from_and_not_measured(demos: Dataset) -> N
 
 def test_augmentation_of_a_policy_that_reads_no_pictures_is_refused(demos: Dataset) -> None:
     with pytest.raises(UserError, match="sft.augment is oft, and the policy reads no pictures .policy.reads state"):
-        sft_run(config_of(STATES, demos, augment="oft"), "test", Path("no-runs"), resume=False)
+        check(config_of(STATES, demos, augment="oft"), "sft")
 
 
 @pytest.mark.slow

@@ -27,11 +27,13 @@ from embodied.learning.parallel import ReplicatedPolicy
 from embodied.learning.sharding import rank_bytes
 from embodied.run import checkpoint
 from embodied.training import sft
+from embodied.training.checks import require_rows
 from embodied.training.imitator import Imitator, Pass
-from embodied.training.sft import check_shares, imitate, read_demonstrations
+from embodied.training.sft import imitate, read_demonstrations
 from policies.contract import Inputs
 from policies.small.encoders import Normalizer
 from sim_farm.client.farm import WorkerFailed
+from tests.embodied.support.checked import check
 from tests.embodied.support.expert import record_reach
 from tests.embodied.support.ranks_in_processes import on_ranks
 from tests.embodied.training.test_imitation import PIXELS, STATES, config_of, info_of
@@ -307,7 +309,7 @@ def test_the_command_says_what_each_rank_will_hold(demos: Dataset, tmp_path: Pat
 def test_ranks_without_a_row_are_refused(demos: Dataset) -> None:
     config = config_of({**STATES, "optim": {"ranks": 9}}, demos, batch=8)
     with pytest.raises(UserError, match=r"optim.ranks is 9, and a minibatch has 8 rows.*optim.ranks to 8 or less"):
-        check_shares(config)
-    check_shares(config_of({**STATES, "optim": {"ranks": 8}}, demos, batch=8))
+        check(config, "sft")
+    check(config_of({**STATES, "optim": {"ranks": 8}}, demos, batch=8), "sft")
     with pytest.raises(UserError, match="a minibatch has 5 rows"):
-        check_shares(config_of({**STATES, "optim": {"ranks": 8}}, demos, batch=8), rows=5)
+        require_rows(config_of({**STATES, "optim": {"ranks": 8}}, demos, batch=8), 5)

@@ -15,9 +15,9 @@ from embodied.commands.train import train_run
 from embodied.config.files import load_config, with_settings
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
-from embodied.training.preflight import check_policy
 from policies import load
 from tests.embodied.run.test_resume import assert_same_run, run
+from tests.embodied.support.checked import check
 
 ROOT = Path(__file__).parents[3]
 SMALLER: dict[str, Any] = {
@@ -73,7 +73,7 @@ def test_a_run_that_is_stopped_and_gone_on_with_is_the_same_run(tmp_path: Path) 
 
 def test_the_executed_actions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        check_policy(configured(**{"policy.chunk": 3}))
+        check(configured(**{"policy.chunk": 3}))
     assert "LeRobot executes 4 actions of a chunk (n_action_steps), and policy.chunk is 3" in caplog.text
 
 

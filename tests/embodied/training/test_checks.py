@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,9 @@ import yaml
 from embodied import cli
 from embodied.config.files import CONFIGS, load_config, shipped_configs
 from embodied.training.dry_run import dry_run
-from embodied.training.preflight import check_policy
 from embodied.workflows.recipes import RECIPES
 from policies.registry import policy_kind
+from tests.embodied.support.checked import check
 from tests.sim_farm.libero_stock import settings_naming
 from tests.variants import often
 
@@ -243,7 +244,7 @@ def test_what_a_checkpoint_leaves_open_is_reported_once(caplog: pytest.LogCaptur
     options = {"checkpoint": str(checkpoint)}
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"options": options})})
     for _ in range(2):
-        check_policy(config)
+        check(config, "serve")
     (sentence,) = (message for message in caplog.messages if "z-scores" in message)
     assert "policy.options.normalisation: quantile" in sentence
 
@@ -313,3 +314,35 @@ def test_a_checkpoint_of_other_sizes_is_refused_before_ray_is_started(
     for verb in (["eval", "runs/first"], ["train", "reach", "--policy.init", "runs/first"]):
         output = refusal(capsys, *verb, "--env.task", "tabletop/push")
         assert "spec.state_dim is 16, expected 35" in output and "Set env.task, env.control_mode" in output
+
+
+NOTHING = {
+    "train reach --policy.kind gausian_mlp": "did you mean gaussian_mlp",
+    "train reach --seeds 1 2 --policy.kind gausian_mlp": "did you mean gaussian_mlp",
+    "train tabletop_scripted": "has nothing to learn",
+    "train reach --optim.ranks 9 --optim.minibatch 4": "9 ranks, and a minibatch 4 rows",
+    "train reach --policy.replicas 3": "3 policy replicas would share 2 groups",
+    "train reach --eval.tasks tabletop/reech": "did you mean tabletop/reach",
+    "train reach --advantage.credit action": "set it to action or element",
+    "train reach_grpo --env.num-envs 30": "do not make episode groups of 4",
+    "record reach --env.task gymnasium/CartPole-v1 --policy.reads images --out demos": "set env.cameras to 1 or more",
+    "sft reach --optim.ranks 9 --sft.batch 4": "9, and a minibatch has 4 rows",
+}
+"""Commands whose mistakes need nothing to be seen."""
+
+
+def test_what_needs_nothing_is_answered_before_torch_is_imported() -> None:
+    code = "\n".join(
+        (
+            "import sys",
+            "from embodied.cli import main",
+            "for command in sys.argv[1:]:",
+            "    assert main(command.split()) == 2, command",
+            "    assert 'torch' not in sys.modules, command",
+        )
+    )
+    found = subprocess.run([sys.executable, "-c", code, *NOTHING], capture_output=True, text=True, timeout=300)
+    said = found.stderr.splitlines()
+    assert len(said) == len(NOTHING) and found.returncode == 0, found.stderr
+    for command, line in zip(NOTHING, said, strict=True):
+        assert NOTHING[command] in line, line
