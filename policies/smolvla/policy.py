@@ -78,16 +78,18 @@ class SmolVLA(FlowVLA):
         return self.prompts.batch(instructions)
 
     def description(self) -> dict[str, Any]:
-        """config.json of the policy as it is: its features are the checkpoint's, or those of the demonstrations."""
+        """config.json of the policy as it is: LeRobot is to execute as many actions of a chunk as here. Features are
+        those of the checkpoint or of the demonstrations."""
+        config = {**self.config, "n_action_steps": self.spec.chunk}
         if self.options.asset != DEMONSTRATIONS:
-            return self.config
+            return config
         size = self.network_image_size
         picture = {"type": "VISUAL", "shape": [3, size, size]}
         images = {f"observation.images.{camera}": picture for camera in self.cameras}
         state = {"type": "STATE", "shape": [self.shown.proprio_dim]}
         action = {"type": "ACTION", "shape": [self.shown.action_dim]}
         features = {"input_features": {"observation.state": state, **images}, "output_features": {"action": action}}
-        return {**self.config, **features}
+        return {**config, **features}
 
     # --- what is built
 
