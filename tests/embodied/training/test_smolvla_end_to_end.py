@@ -36,6 +36,15 @@ SMALLER: dict[str, Any] = {
     "eval.videos": 0,
     "runtime.mode": "inline",
 }
+EPISODES: dict[str, Any] = {
+    "rollout.episode_group": 4,
+    "rollout.decisions": 64,
+    "advantage.gamma": 0.99,
+    "advantage.lam": 0.95,
+    "loss.value_clip": 0.2,
+    "optim.value_lr": 3e-4,
+}
+"""Without a critic: what only one reads is at its default."""
 WAYS: dict[str, dict[str, Any]] = {
     "ppo": {},
     "every step": {"policy.options.scored": "all"},
@@ -43,8 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "without the cache": {"policy.options.cache_prefix": False},
     "adapter": {"policy.options.lora_rank": 2},
     "language and vision too": {"policy.options.train": ["expert", "projections", "language", "vision"]},
-    "grpo": {"workflow": "grpo", "rollout.episode_group": 4, "rollout.decisions": None, "advantage.outcome": "return"},
-    "stepnft": {"workflow": "stepnft", "rollout.episode_group": 4, "rollout.decisions": None},
+    "grpo": {"workflow": "grpo", "advantage.outcome": "return", **EPISODES},
+    "stepnft": {"workflow": "stepnft", "loss.ratio_unit": "action", **EPISODES},
 }
 
 
