@@ -14,7 +14,7 @@ GENERATED = ("cli.md", "settings.md", "architecture.md")
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 PROGRAMS = (
     "embodied", "make", "python", "python3.11", "pip", "pytest", "git", "cd", "source", "export", "sh", "ray", "vllm",
-    "echo", "cat",
+    "echo", "cat", "hf",
 )  # fmt: skip
 FILE = re.compile(r"(?:import [^#\n]*)?# ((?:\w+/)*\w+\.(?:py|yaml))\b")
 """First line of a block that is a file."""
