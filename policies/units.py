@@ -105,7 +105,7 @@ def first_of(units: RobotUnits, folder: Path, state_dim: int, action_dim: int) -
     """Units of the robot's own numbers: files may have more, for padding. Raises `PolicyError` for fewer."""
     found = []
     for what, of, size in (("proprioception", units.state, state_dim), ("an action", units.action, action_dim)):
-        centre, scale = (t.expand(size) if t.dim() == 0 else t for t in (of.centre, of.scale))
+        centre, scale = (t.repeat(size) if t.dim() == 0 else t for t in (of.centre, of.scale))
         if len(centre) < size:
             raise PolicyError(
                 f"{folder}: the statistics are of {len(centre)} numbers, {what} has {size} here: take a checkpoint of "

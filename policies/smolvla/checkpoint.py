@@ -155,7 +155,8 @@ def load_network(sources: Sources, dtype: str = "float32") -> SmolVLANetwork:
     else:
         tensors = _read(Shards.find(folder), network)
         network.unused = {name: tensors.pop(name) for name in (UNUSED,) if name in tensors}
-        cast = {own: tensor.to(dtype_of(own, DTYPES[dtype])) for own, tensor in tensors.items()}
+        # Copies: within a file a tensor lies at any address, and the address decides how a product of it is rounded.
+        cast = {own: tensor.to(dtype_of(own, DTYPES[dtype]), copy=True) for own, tensor in tensors.items()}
         network.load_state_dict(cast, assign=True)
     network.folder = folder
     prompts = Prompts(sources.backbone, sizes.prompt_len, sizes.vocab_size)

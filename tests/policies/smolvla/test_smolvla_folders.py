@@ -223,6 +223,15 @@ def test_a_saved_policy_needs_neither_checkpoint_nor_backbone(folder: Path, tmp_
     assert torch.equal(acts(again), acts(policy))
 
 
+def test_tensors_that_were_read_lie_where_drawn_ones_do(tmp_path: Path) -> None:
+    """A file has them at any address, by which products of them are rounded otherwise."""
+    folder = write_random(tmp_path / "random", "smolvla-tiny")
+    drawn = make(replace(SPEC, action_dim=4, proprio_dim=5, cameras=("base",)), checkpoint=str(folder), backbone="")
+    save(drawn, tmp_path / "saved")
+    for policy in (drawn, load(tmp_path / "saved")):
+        assert {parameter.data_ptr() % 64 for parameter in policy.parameters()} == {0}
+
+
 def test_what_is_exported_has_every_tensor_of_the_checkpoint(tmp_path: Path) -> None:
     policies.export(make(), tmp_path / "exported")
     written, given = (load_file(f / "model.safetensors") for f in (tmp_path / "exported", GOLDEN / "checkpoint"))
