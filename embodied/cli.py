@@ -180,11 +180,19 @@ def _module(verb: str, name: str = "") -> ModuleType:
         ) from error
 
 
+def _refuse_former(arguments: list[str]) -> None:
+    """Raise `UserError` for an option that is part of another setting now."""
+    from embodied.config.schema import JOINED
+
+    options = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    for former, present in JOINED.items():
+        if (option := f"--{former}".replace("_", "-")) in options:
+            raise UserError(f"there is no {option} any more: type --{present.replace('_', '-')} in its place")
+
+
 def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     """The arguments as typed data. Defaults of the settings come from the configuration or run that is named."""
     import tyro
-
-    from embodied.config.schema import JOINED
 
     if verb in NAMES_NO_RUN and _given(arguments, "--name"):
         raise UserError(
@@ -194,16 +202,13 @@ def _parse(verb: str, kind: Any, named: str, arguments: list[str]) -> Any:
     for (of, option), ours in SPELLED.items():
         if verb == of and any(argument.partition("=")[0] == option for argument in arguments):
             raise UserError(f"`embodied {verb}` has no {option}: type {ours} in its place")
-    options = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    for former, present in JOINED.items():
-        if (option := f"--{former}".replace("_", "-")) in options:
-            raise UserError(f"there is no {option} any more: type --{present.replace('_', '-')} in its place")
     words, options = arguments, dict[str, Any]()
     typed, typed_env = dict[str, list[str]](), dict[str, list[str]]()
     names = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     asked_for_all = HELP_ALL in arguments
     arguments = [HELP[-1] if argument == HELP_ALL else argument for argument in arguments]
     if "settings" in names:
+        _refuse_former(arguments)
         first = VERBS[verb][1]
         # What comes first names the configuration or run; of `inspect`, which looks at something else, an option does.
         source = named if "CONFIG" in first else _given(arguments, "--config")

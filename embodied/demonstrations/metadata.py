@@ -191,7 +191,7 @@ def _missing(path: Path) -> DatasetError:
     if inside:
         return DatasetError(f"{problem}; there are datasets in it: {_listed(inside)}")
     if any(found.suffix in (".h5", ".hdf5") or ".tfrecord" in found.name for found in folder.glob("*")):
-        return DatasetError(f"{problem}; convert recordings in HDF5 and RLDS first (docs/demonstrations.md)")
+        return DatasetError(f"{problem}; recordings in HDF5 or RLDS are converted first (docs/demonstrations.md)")
     return DatasetError(f"{problem}; name the folder that holds meta/ and data/")
 
 

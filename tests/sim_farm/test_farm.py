@@ -263,6 +263,9 @@ class _WithoutFrameWriters(InProcess):
     shared = False
     closed: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        super().__init__()
+
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         return super().launch(setup, memory) if setup.is_physics else _Idle(setup.index, self.closed)
 

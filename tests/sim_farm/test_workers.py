@@ -144,6 +144,7 @@ class MortalWorkers(InProcess):
     """Workers that `fate` may kill while they work, and that are replaced at once."""
 
     def __init__(self, fate: Fate) -> None:
+        super().__init__()
         self.fate = fate
 
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:

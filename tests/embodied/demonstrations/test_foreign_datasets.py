@@ -282,7 +282,7 @@ def test_a_pointer_of_git_lfs_is_reported(part: str, tmp_path: Path) -> None:
 def test_a_folder_that_is_no_dataset_says_what_it_may_be(tmp_path: Path) -> None:
     assert "name the folder that holds meta/ and data/" in refusal(tmp_path)
     (tmp_path / "trajectory.h5").write_bytes(b"")
-    assert f"`embodied import {tmp_path} --out FOLDER`" in refusal(tmp_path)
+    assert "recordings in HDF5 or RLDS are converted first (docs/demonstrations.md)" in refusal(tmp_path)
     copy(tmp_path / "inside")
     assert "there are datasets in it: 'inside'" in refusal(tmp_path)
 

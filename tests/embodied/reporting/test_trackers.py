@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import embodied
 from embodied import cli
 from embodied.commands.train import train_run
 from embodied.config.files import parse_config
@@ -261,7 +262,7 @@ def test_a_missing_package_is_refused_before_the_run(
 
 def test_a_missing_package_is_refused_from_python_too(absent: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pip install trackio"):
-        train_run(parse_config({**SETTINGS, "track": absent}, "test"), "test", tmp_path, resume=False)
+        embodied.train(parse_config({**SETTINGS, "track": absent}, "test"), runs_dir=tmp_path)
     check_packages([])
 
 

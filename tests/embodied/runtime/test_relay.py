@@ -106,6 +106,7 @@ class Relays(InProcess):
     def __init__(
         self, dies_before: Set[int] = frozenset(), dies_after: Set[int] = frozenset(), hangs_in: Set[int] = frozenset()
     ) -> None:
+        super().__init__()
         self.faults = (dies_before, dies_after, hangs_in)
         self.fars: list[LocalFar] = []
 
