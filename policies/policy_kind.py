@@ -49,6 +49,11 @@ class PolicyFormat:
         """What a user should know of executing `chunk` actions of each decision in these tasks: a sentence for each."""
         return ()
 
+    def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
+        """Coefficient with which an evaluation that executes `chunk` actions of each decision averages its predictions
+        (`Ensembles.ensemble`), whether an option or a file gives it; None: it does not average."""
+        return None
+
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Conventions of the environment (`orientation`, `gripper`) that the policy converts itself: the option that
         does it, and the convention that it converts from. With another one the network would see or do what it was

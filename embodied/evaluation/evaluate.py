@@ -95,6 +95,12 @@ class Subject:
         return policy_kind(self.config.policy.kind).format.statistics_name(self.config.policy.architecture)
 
     @cached_property
+    def ensemble(self) -> float | None:
+        """Coefficient with which predictions of several decisions are averaged; None: they are not."""
+        policy = self.config.policy
+        return policy_kind(policy.kind).format.ensemble(policy.architecture, policy.chunk)
+
+    @cached_property
     def server(self) -> Mapping[str, Any] | None:
         """Metadata of the server that decides; None if this program computes the policy."""
         return policy_kind(self.config.policy.kind).format.served_by(self.config.policy.architecture)
@@ -114,6 +120,7 @@ class Subject:
             "cameras": config.model_dump(mode="json")["env"]["cameras"],
             "checkpoint_sha256": None if begun is None else checkpoint.digest(begun),
             "files": self.files,
+            **({} if self.ensemble is None else {"temporal_ensemble": self.ensemble}),
         }
         if self.server is not None:
             incidental = policy_kind(config.policy.kind).incidental
@@ -191,8 +198,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
             "simulators": {name: versions(name) for name in sorted({t.partition("/")[0] for t in protocol.tasks})},
         },
         "protocol_line": protocol.line({outcome.limit for outcome in outcomes}, has_success),
-        "policy_line": f"{subject.config.policy.kind}, chunks of {subject.config.policy.chunk}, "
-        f"{_weights_of(subject)}; {hardware()}",
+        "policy_line": f"{subject.config.policy.kind}, {_chunks_of(subject)}, {_weights_of(subject)}; {hardware()}",
     }
     write_result(folder.path, result)
     if protocol.perturbations and subject.config.eval.videos:
@@ -396,6 +402,12 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
     if begun is not None:
         return found + notes_on(begun, applied)
     return found + overruled(subject.config, applied)
+
+
+def _chunks_of(subject: Subject) -> str:
+    """How many actions are executed of a decision, and how those of several are averaged."""
+    averaged = "" if subject.ensemble is None else f", temporal ensembling with coefficient {subject.ensemble:g}"
+    return f"chunks of {subject.config.policy.chunk}{averaged}"
 
 
 def _weights_of(subject: Subject) -> str:

@@ -294,14 +294,20 @@ class _Task:
         group.decided += 1
         begun = self._times.begin()
         if self._threads is not None:
-            action = self._threads.submit(_timed, self._policy, inputs, noise)
+            action = self._threads.submit(self._timed, inputs, noise)
             self._deciding[group.number] = _Deciding(seen, begun, action)
             action.add_done_callback(lambda _: self._farm.ring_client())
             return
         action = Future[tuple[Float32, float]]()
-        action.set_result(_timed(self._policy, inputs, noise))
+        action.set_result(self._timed(inputs, noise))
         self._deciding[group.number] = _Deciding(seen, begun, action)
         self._submit(group.number)
+
+    def _timed(self, inputs: Inputs, noise: torch.Tensor | None) -> tuple[Float32, float]:
+        """[n, C, A] chunks, or all [n, P, A] predictions where these are averaged, and the time."""
+        policy = self._policy
+        said = decide(policy, inputs, noise).chunk if self._ensemble is None else predict(policy, inputs, noise)
+        return said.numpy(), time.monotonic()
 
     def _submit(self, number: int) -> None:
         """Let the group execute what was decided. The chunks are kept until their episodes end."""
@@ -382,13 +388,6 @@ def _digest(seen: Observations, row: int) -> str:
     for numbers in (seen.state[row], seen.proprio[row], *(frames[row] for frames in seen.frames.values())):
         found.update(np.ascontiguousarray(numbers).tobytes())
     return found.hexdigest()[:16]
-
-
-def _timed(policy: Policy, inputs: Inputs, noise: torch.Tensor | None) -> tuple[Float32, float]:
-    """[n, C, A] chunks, or all [n, P, A] predictions where these are averaged, and the time."""
-    averaged = isinstance(policy, Ensembles) and policy.ensemble is not None
-    chunk = (predict(policy, inputs, noise) if averaged else decide(policy, inputs, noise).chunk).numpy()
-    return chunk, time.monotonic()
 
 
 def as_they_end(advance: Callable[[float], list[EpisodeResult]], episodes: int) -> Iterator[EpisodeResult]:

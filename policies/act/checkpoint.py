@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.act.config import OWN, ActConfig, checked_config, read_config
+from policies.act.config import SAVED, ActConfig, checked_config, read_config
 from policies.act.network import ActNetwork
 from policies.checkpoint_folders import EXTRAS, PASSED_FOLDERS, check_all_is_read, is_random, weight_files
 from policies.contract import PolicyError
@@ -37,6 +37,8 @@ IMAGENET = Units(
     torch.tensor([0.485, 0.456, 0.406], dtype=torch.float64), torch.tensor([0.229, 0.224, 0.225], dtype=torch.float64)
 )
 """Units of pictures in 0..1 by ImageNet's statistics: those of LeRobot's trainings, and of new networks."""
+PIXELS = Units(torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
+"""Units of pictures in 0..1 that stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,14 @@ def find_source(checkpoint: str, saved: str = "") -> Source:
         raise PolicyError("act needs a checkpoint: set policy.options.checkpoint to its directory")
     check_folders({"checkpoint": named})
     folder = Path(named).resolve()
-    raw = read_config(folder)
+    raw = read_config(folder, saved=bool(saved))
     if is_random(folder):
         return Source(folder, raw, None)
-    raw = {name: value for name, value in raw.items() if name != RANDOM_WEIGHTS}
+    if RANDOM_WEIGHTS in raw:
+        raise PolicyError(
+            f"{folder / CONFIG}: {RANDOM_WEIGHTS} is {shown(raw[RANDOM_WEIGHTS])}, the seed of a network without "
+            "weights, and weights are there: take out the entry, or move the weights away"
+        )
     checked_config(folder, raw)
     shards = Shards.find(folder)
     has_processors = (folder / PRE).exists() or (folder / POST).exists()
@@ -154,7 +160,8 @@ def save_directory(
     tensors = {f"{PREFIX}{name}": t.detach().cpu().contiguous() for name, t in sorted(network.state_dict().items())}
     write_tensors(folder / SINGLE, tensors)
     (folder / INDEX).unlink(missing_ok=True)
-    write_json(folder / CONFIG, {name: value for name, value in config.items() if name not in OWN - {"backbone_width"}})
+    left_out = SAVED | {RANDOM_WEIGHTS}
+    write_json(folder / CONFIG, {name: value for name, value in config.items() if name not in left_out})
     write_default(folder, config, {name: _on_cpu(each) for name, each in units.items()}, source.rename_map)
 
 

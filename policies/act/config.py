@@ -17,8 +17,10 @@ from policies.lerobot.processors import ACTION, STATE, Feature, Text
 from policies.random_weights import RANDOM_WEIGHTS
 from policies.units import Mode
 
-OWN = {"kind", "spec", "architecture", RANDOM_WEIGHTS, "backbone_width"}
+OWN = {RANDOM_WEIGHTS, "backbone_width"}
 """Entries that this project alone has: others' programs refuse them."""
+SAVED = {"kind", "spec", "architecture"}
+"""Entries of a policy that this project saved, which its reader has checked."""
 PASSED = (
     "device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
     "pretrained_revision", "pretrained_backbone_weights", "dropout", "optimizer_", "scheduler_",
@@ -31,7 +33,7 @@ Size = Annotated[int, Field(ge=1, le=2**14)]
 Layers = Annotated[int, Field(ge=1, le=64)]
 
 
-class ActConfig(BaseModel, extra="ignore", frozen=True):
+class ActConfig(BaseModel, extra="ignore", frozen=True, strict=True):
     """The entries that are applied, with LeRobot's defaults."""
 
     type: Literal["act"]
@@ -111,8 +113,8 @@ class ActConfig(BaseModel, extra="ignore", frozen=True):
         )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a directory's config.json.
+def read_config(folder: Path, saved: bool = False) -> dict[str, Any]:
+    """The object in a directory's config.json; `saved`: of a policy that this project saved.
 
     Raises `PolicyError` for another policy's, for an entry that asks for what is not done here, and for one that is not
     known unless it is off: false, null, 0 or empty.
@@ -125,7 +127,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if raw.get("use_peft"):
         raise PolicyError(f"{path}: use_peft is true, and adapters of ACT are not read: merge it into the weights")
-    check_known_entries(path, raw, OWN | set(ActConfig.model_fields), PASSED, {})
+    check_known_entries(path, raw, OWN | set(ActConfig.model_fields) | (SAVED if saved else set()), PASSED, {})
     return raw
 
 
@@ -143,7 +145,20 @@ def checked_config(folder: Path, raw: Mapping[str, Any]) -> ActConfig:
             f"{path}: n_action_steps is {config.n_action_steps}, and of a chunk of {config.chunk_size} at most all "
             "are executed: set it to fewer"
         )
+    if config.temporal_ensemble_coeff is not None and config.n_action_steps > 1:
+        raise PolicyError(
+            f"{path}: temporal_ensemble_coeff is {config.temporal_ensemble_coeff:g} and n_action_steps is "
+            f"{config.n_action_steps} (policy.chunk, for a new network); LeRobot averages only where 1 action is "
+            "executed: set the first to null, or the second to 1"
+        )
     return config
+
+
+def coefficient_of(config: ActConfig, option: float | Literal[False] | None, chunk: int) -> float | None:
+    """Coefficient of temporal ensembling: the option's, or else the checkpoint's. None: the option is False, there is
+    none, or more than one action of a chunk is executed."""
+    found = config.temporal_ensemble_coeff if option is None else option
+    return None if chunk > 1 or found is False else found
 
 
 def _check_features(path: Path, config: ActConfig) -> None:
@@ -168,22 +183,31 @@ def _check_features(path: Path, config: ActConfig) -> None:
     vectors = [action, *(config.input_features[STATE] for _ in range(STATE in config.input_features))]
     if any(len(feature.shape) != 1 or feature.shape[0] < 1 for feature in vectors):
         raise PolicyError(
-            f"{path}: {STATE} and {ACTION} have one number of numbers, got {shown([v.shape for v in vectors])}"
+            f"{path}: {STATE} and {ACTION} each have one dimension, got {shown([v.shape for v in vectors])}"
         )
 
 
-def for_task(raw: Mapping[str, Any], spec: PolicySpec) -> dict[str, Any]:
-    """config.json of a network that is new: it reads what the task gives, and predicts as many actions."""
+def for_task(folder: Path, raw: Mapping[str, Any], spec: PolicySpec) -> dict[str, Any]:
+    """config.json of a network that is new: it reads what the task gives, and predicts as many actions.
+
+    Raises `PolicyError` for an entry that differs from these.
+    """
     shape = [3, spec.image_size, spec.image_size]
     features = {f"{IMAGES}{camera}": {"type": "VISUAL", "shape": shape} for camera in spec.cameras}
     if spec.proprio_dim:
         features = {STATE: {"type": "STATE", "shape": [spec.proprio_dim]}, **features}
     actions = {ACTION: {"type": "ACTION", "shape": [spec.action_dim]}}
     predicted = spec.horizon or raw.get("chunk_size", spec.chunk)
-    return {
-        **raw,
+    given = {
         "input_features": features,
         "output_features": actions,
         "chunk_size": predicted,
         "n_action_steps": spec.chunk,
     }
+    for name, value in given.items():
+        if raw.get(name, value) != value:
+            raise PolicyError(
+                f"{folder / CONFIG}: {name} is {shown(raw[name], 300)}, and the task and the policy's settings give "
+                f"the new network ({RANDOM_WEIGHTS}) {shown(value, 300)}: take {name} out of the file"
+            )
+    return {**raw, **given}

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from policies.act.checkpoint import find_source, read_weights, save_directory
-from policies.act.config import checked_config
+from policies.act.config import ActConfig, checked_config, coefficient_of
 from policies.act.policy import Act, ActOptions
 from policies.checkpoint_folders import EXTRAS
 from policies.errors import PolicyError
-from policies.files import check_tensors, read_tensors, write_tensors
+from policies.files import CONFIG, check_tensors, checked, read_tensors, write_tensors
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyFormat, PolicyKind, on_cpu
 from policies.transforms import Transforms
@@ -31,21 +31,32 @@ class ActFormat(PolicyFormat):
         find_source(architecture.get("checkpoint", ""))
 
     def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
-        source = find_source(architecture.get("checkpoint", ""))
+        source, found = find_source(architecture.get("checkpoint", "")), list[str]()
+        coefficient, given = self.ensemble(architecture, chunk), architecture.get("temporal_ensemble")
+        if coefficient is not None and given is None:
+            found.append(
+                f"{source.folder}: evaluations average the predictions of each env step (temporal_ensemble_coeff "
+                f"{coefficient:g}): set policy.options.temporal_ensemble to false to evaluate without"
+            )
         if source.is_new:
-            return ()
-        config, found = checked_config(source.folder, source.config), []
+            return found
+        config = checked_config(source.folder, source.config)
         if config.n_action_steps != chunk:
             found.append(
                 f"{source.folder}: LeRobot executes {config.n_action_steps} actions of a chunk (n_action_steps), and "
                 f"policy.chunk is {chunk}: results are of {chunk}"
             )
-        if config.temporal_ensemble_coeff is not None and chunk > 1:
+        if config.temporal_ensemble_coeff is not None and chunk > 1 and given is not False:
             found.append(
                 f"{source.folder}: LeRobot averages the predictions of each env step (temporal_ensemble_coeff), and "
                 f"policy.chunk is {chunk}: set it to 1 to evaluate so"
             )
         return found
+
+    def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
+        source = find_source(architecture.get("checkpoint", ""))
+        config = checked(source.folder / CONFIG, ActConfig, source.config)
+        return coefficient_of(config, architecture.get("temporal_ensemble"), chunk)
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()

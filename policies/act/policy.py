@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from policies.act.checkpoint import IMAGENET, find_source, load_network, read_units
-from policies.act.config import MOST_ENSEMBLE, checked_config, for_task
+from policies.act.checkpoint import IMAGENET, PIXELS, find_source, load_network, read_units
+from policies.act.config import MOST_ENSEMBLE, checked_config, coefficient_of, for_task
 from policies.act.network import Encoded, Observation
 from policies.capabilities import Normalised
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
@@ -28,7 +28,7 @@ from policies.layers import (
 from policies.lerobot.features import ordered_cameras
 from policies.lerobot.processors import ACTION, STATE
 from policies.small.encoders import vector
-from policies.transforms import Transforms
+from policies.transforms import Gripper, Transforms
 from policies.units import DEMONSTRATIONS, RobotUnits, StoredUnits, Units, demonstrated, identity
 
 
@@ -45,9 +45,9 @@ class ActOptions:
     network; "": the checkpoint's."""
     transforms: Sequence[Mapping[str, Any]] = ()
     """Entries of `policies.transforms`."""
-    temporal_ensemble: float | None = None
-    """Coefficient of temporal ensembling in evaluations, with `policy.chunk` 1. None: the checkpoint's
-    (`temporal_ensemble_coeff`), if it has one."""
+    temporal_ensemble: float | Literal[False] | None = None
+    """Coefficient of temporal ensembling in evaluations, with `policy.chunk` 1; `false`: without it. None: the
+    checkpoint's (`temporal_ensemble_coeff`), if it has one."""
     initial_log_std: float = -2.0
     """Logarithm of the deviation of actions, in the network's units, with which reinforcement learning begins."""
     critic_trains_network: bool = False
@@ -58,10 +58,11 @@ class ActOptions:
     def __post_init__(self) -> None:
         if self.asset not in ("", DEMONSTRATIONS):
             raise PolicyError(f"act's asset is {DEMONSTRATIONS} or empty, got {shown(self.asset)}")
-        given = self.temporal_ensemble
+        given = None if self.temporal_ensemble is False else self.temporal_ensemble
         if given is not None and (type(given) not in (int, float) or not abs(given) <= MOST_ENSEMBLE):
             raise PolicyError(
-                f"act's temporal_ensemble is a number of -{MOST_ENSEMBLE:g} to {MOST_ENSEMBLE:g}, got {shown(given)}"
+                f"act's temporal_ensemble is a number of -{MOST_ENSEMBLE:g} to {MOST_ENSEMBLE:g}, or false, got "
+                f"{shown(given)}"
             )
         if not -20 <= self.initial_log_std <= 2:
             raise PolicyError(f"act's initial_log_std is of -20 to 2, got {shown(self.initial_log_std)}")
@@ -100,7 +101,7 @@ class Act(Policy):
             self.transforms.check_demonstrated_units()
         shown_spec = self.transforms.spec(spec)
         self.config = checked_config(
-            source.folder, for_task(source.config, shown_spec) if source.is_new else source.config
+            source.folder, for_task(source.folder, source.config, shown_spec) if source.is_new else source.config
         )
         self._check_spec(shown_spec)
         self.cameras = ordered_cameras(source, spec.cameras) if not source.is_new else spec.cameras
@@ -116,9 +117,7 @@ class Act(Policy):
 
     @property
     def ensemble(self) -> float | None:
-        given = self.options.temporal_ensemble
-        found = self.config.temporal_ensemble_coeff if given is None else given
-        return found if self.spec.chunk == 1 else None
+        return coefficient_of(self.config, self.options.temporal_ensemble, self.spec.chunk)
 
     # --- the contract
 
@@ -284,10 +283,18 @@ class Act(Policy):
                 f"{path}: the network predicts {config.chunk_size} actions, and policy.chunk is {spec.chunk}: at most "
                 "that are executed"
             )
-        if spec.chunk > 1 and self.options.temporal_ensemble is not None:
+        given = self.options.temporal_ensemble
+        if spec.chunk > 1 and given is not None and given is not False:
             raise PolicyError(
                 f"temporal_ensemble averages what is decided at every env step, and policy.chunk is {spec.chunk}: set "
                 "policy.chunk to 1, or leave temporal_ensemble out"
+            )
+        coefficient = coefficient_of(config, given, spec.chunk)
+        if coefficient is not None and self.transforms.has(Gripper):  # the mean of an opening and a closing is neither
+            raise PolicyError(
+                f"predictions are averaged (temporal_ensemble {coefficient:g}) as the environment executes them, and "
+                "the transform gripper makes commands of them that have no mean: set policy.options.temporal_ensemble "
+                "to false, or leave gripper out of transforms"
             )
         if spec.horizon not in (0, config.chunk_size):
             raise PolicyError(
@@ -318,7 +325,8 @@ class Act(Policy):
     def _read_units(self) -> tuple[StoredUnits, Tensor]:
         """Units of state and actions, and `pictures`."""
         config = self.config
-        robot, found = identity(config.state_dim, config.action_dim), dict.fromkeys(config.cameras, IMAGENET)
+        robot = identity(config.state_dim, config.action_dim)
+        found = {key: PIXELS if config.mode_of(key) == "IDENTITY" else IMAGENET for key in config.cameras}
         if not self.source.is_new:
             learned = self.options.asset == DEMONSTRATIONS
             found = read_units(self.source, config, config.cameras if learned else config.keys)

@@ -43,19 +43,20 @@ def buffer_units(shards: Shards, mode: Mode, key: str) -> Units:
     prefix = f"{part}.buffer_{key.replace('.', '_')}."
     path = shards.folder
     names = {name.removeprefix("model.").removeprefix(prefix): name for name in shards.files if prefix in name}
+    way = (
+        f"Set policy.options.asset to {DEMONSTRATIONS} to learn with those of demonstrations"
+        if key in (STATE, ACTION)
+        else f"Set VISUAL to IDENTITY in {CONFIG}'s normalization_mapping if pictures were trained in 0..1"
+    )
     if not names:
         raise PolicyError(
             f"{path} has no statistics of {key}, which config.json normalises by {mode}: neither processors nor "
-            f"buffers {prefix}... among its weights. Set policy.options.asset to {DEMONSTRATIONS} to learn with those "
-            "of demonstrations"
+            f"buffers {prefix}... among its weights. {way}"
         )
     found = {name: shards.tensor(stored) for name, stored in names.items()}
     try:
         check_finite(path, found)
     except PolicyError as error:
-        raise PolicyError(
-            f"{error}. Statistics that were never filled are infinite: set policy.options.asset to {DEMONSTRATIONS} to "
-            "learn with those of demonstrations"
-        ) from None
+        raise PolicyError(f"{error}. Statistics that were never filled are infinite. {way}") from None
     eps = 0.0 if key == ACTION else LEAST
     return units_of(path, found, mode, std_eps=eps, range_eps=eps)

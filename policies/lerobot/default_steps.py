@@ -49,8 +49,7 @@ def read_default(folder: Path, raw: Mapping[str, Any]) -> Processors:
 
 
 def default_units(processors: Processors, keys: Sequence[str]) -> dict[str, Units]:
-    """Units of these observations, or of the action. Raises `PolicyError` for one without statistics, unless its mode
-    is IDENTITY."""
+    """Units of these observations, or of the action (`feature_units`). Raises `PolicyError`."""
     before = processors.needed(PRE, "normalizer_processor", Normaliser)
     after = processors.needed(POST, "unnormalizer_processor", Normaliser)
     if ACTION in keys:

@@ -111,14 +111,16 @@ def _check_pictures(step: Step, said: Normaliser) -> None:
 
 
 def feature_units(step: Step, said: Normaliser, key: str) -> Units:
-    """Units of a feature, as the step normalises it. Raises `PolicyError` where it has no statistics, unless its mode
-    is IDENTITY."""
+    """Units of a feature, as the step normalises it. A picture without statistics stays as it is, as LeRobot has it.
+    Raises `PolicyError` for a state or an action without statistics, unless its mode is IDENTITY."""
     mode = said.mode_of(key)
     if mode == "IDENTITY":
         return unchanged()
     path = step.path if step.state_file is None else step.state_file
     tensors = {} if step.state_file is None else read_tensors(step.state_file)
     statistics = {n.removeprefix(f"{key}."): t for n, t in tensors.items() if n.rpartition(".")[0] == key}
+    if not statistics and key not in (STATE, ACTION):
+        return unchanged()
     if not statistics:
         raise PolicyError(
             f"{path} has no statistics of {key}, which {step} normalises by {mode}: a base checkpoint has none until "

@@ -79,4 +79,18 @@ def test_an_evaluation_executes_averages(tmp_path: Path) -> None:
         assert len(a) == STEPS and np.abs(a - b).max() > 1e-3
         assert np.abs(e[1:] - a[1:]).max() > 1e-4 and np.abs(e[1:] - b[1:]).max() > 1e-4
         np.testing.assert_allclose(e[0], a[0], atol=1e-5)
-    assert averaged != plain and averaged["options"]["temporal_ensemble"] == 0.01
+    assert averaged != plain and averaged["temporal_ensemble"] == 0.01 and "temporal_ensemble" not in plain
+
+
+def test_a_coefficient_of_the_folder_is_printed_and_identifies_the_result(tmp_path: Path) -> None:
+    config(tmp_path, 1)
+    path = tmp_path / "network" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "temporal_ensemble_coeff": 0.5}))
+    options = {"folder": {}, "off": {"temporal_ensemble": False}, "option": {"temporal_ensemble": 0.5}}
+    found = {name: actions(tmp_path, name, 1, **each) for name, each in options.items()}
+    lines = {name: json.loads((tmp_path / name / "eval.json").read_text())["policy_line"] for name in found}
+    assert found["folder"][1]["temporal_ensemble"] == 0.5 and "temporal_ensemble" not in found["off"][1]
+    assert "act, chunks of 1, temporal ensembling with coefficient 0.5, " in lines["folder"]
+    assert "ensembling" not in lines["off"]
+    for a, b, c in zip(*(found[name][0] for name in ("folder", "option", "off")), strict=True):
+        assert np.array_equal(a, b) and not np.array_equal(a, c)

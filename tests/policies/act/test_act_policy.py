@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import policies
 from policies import Inputs, PolicyError, PolicySpec, load, save
@@ -164,7 +164,7 @@ def test_a_new_network_reads_what_the_task_gives(tmp_path: Path) -> None:
     assert torch.equal(first.network.action_head.weight, same.network.action_head.weight)
     assert not torch.equal(first.network.action_head.weight, other.network.action_head.weight)
     assert first.config.cameras == ("observation.images.base", "observation.images.wrist")
-    assert first.spec.predicted == 6 and make(folder, replace(TASK, horizon=9)).spec.predicted == 9
+    assert first.spec.predicted == 6 and make(folder, replace(TASK, horizon=6)).spec.predicted == 6
     assert first.normalised_by == "the rows learned from"
     save(first, tmp_path / "saved")
     assert "random_weights" not in json.loads((tmp_path / "saved/policy/config.json").read_text())
@@ -179,6 +179,41 @@ def test_only_networks_that_lerobot_has_are_exported(tmp_path: Path) -> None:
         policies.export(make(new_checkpoint(tmp_path / "new"), TASK), tmp_path / "out")
     policies.export(make(new_checkpoint(tmp_path / "wide", backbone_width=64), TASK), tmp_path / "out")
     assert make(tmp_path / "out", TASK).config.backbone_width == 64
+
+
+@pytest.mark.parametrize(
+    "modes", [{"VISUAL": "IDENTITY", "STATE": "MEAN_STD"}, {"ACTION": "MIN_MAX"}, {"VISUAL": "QUANTILES"}]
+)
+def test_a_new_network_is_exported_with_its_pictures_as_it_saw_them(modes: dict[str, str], tmp_path: Path) -> None:
+    """By ImageNet's statistics, or as they are where VISUAL is IDENTITY or not named."""
+    entries = {"backbone_width": 64, "normalization_mapping": modes}
+    policy = trained(tmp_path / "new", TASK, entries)
+    policies.export(policy, tmp_path / "out")
+    inputs = task_inputs(TASK)
+    chunks = [each.act(inputs, None).chunk for each in (policy, make(tmp_path / "out", TASK))]
+    assert (chunks[0] - chunks[1]).abs().max() < 1e-5
+    assert policy.pictures[0, 0, 0].item() == (0.485 if modes.get("VISUAL") == "QUANTILES" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "task", "message"),
+    [
+        (
+            {"input_features": {"observation.environment_state": {"type": "ENV", "shape": [3]}}},
+            TASK,
+            "input_features is .*ENV.*take input_features out of the file",
+        ),
+        ({"n_action_steps": 77}, TASK, "n_action_steps is 77, .* give the new network .*random_weights.* 2: take"),
+        ({}, replace(TASK, horizon=4), "chunk_size is 6, and .* 4: take chunk_size out"),
+        ({"temporal_ensemble_coeff": 0.01}, TASK, r"n_action_steps is 2 \(policy.chunk, for a new network\)"),
+        ({"spec": {"chunk": 3}}, TASK, "'spec' is .*, an entry that is not known here"),
+    ],
+)
+def test_entries_that_a_new_network_would_not_have_are_refused(
+    entries: dict[str, Any], task: PolicySpec, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PolicyError, match=message):
+        make(new_checkpoint(tmp_path / "new", **entries), task)
 
 
 def test_what_no_weight_depends_on_may_differ(tmp_path: Path) -> None:
@@ -227,12 +262,29 @@ def test_predictions_are_averaged_as_the_checkpoint_or_the_option_says(whole: Pa
     one = replace(SPEC, chunk=1)
     assert make(folder, one).ensemble == 0.01 and make(folder, one, temporal_ensemble=0.5).ensemble == 0.5
     assert make(folder).ensemble is None and make(whole, one).ensemble is None
-    (first, second) = policy_kind("act").format.chunk_notes({"checkpoint": str(folder)}, 4, ())
+    form, named = policy_kind("act").format, {"checkpoint": str(folder)}
+    (first, second) = form.chunk_notes(named, 4, ())
     assert "executes 1 actions" in first and "set it to 1 to evaluate so" in second
+    (note,) = form.chunk_notes(named, 1, ())
+    assert "temporal_ensemble_coeff 0.01): set policy.options.temporal_ensemble to false" in note
+    assert form.ensemble(named, 1) == 0.01 and form.ensemble(named, 4) is None
+    off = {**named, "temporal_ensemble": False}
+    check("act", off)
+    assert form.ensemble(off, 1) is None and not form.chunk_notes(off, 1, ())
+    assert make(folder, one, temporal_ensemble=False).ensemble is None
+    assert make(folder, temporal_ensemble=False).ensemble is None
     for spec, coefficient in ((one, 0.01), (SPEC, None)):
         policies.export(make(folder, spec), tmp_path / str(spec.chunk))
         config = json.loads((tmp_path / str(spec.chunk) / "config.json").read_text())
         assert (config["temporal_ensemble_coeff"], config["n_action_steps"]) == (coefficient, spec.chunk)
+
+
+def test_commands_of_a_gripper_are_not_averaged(whole: Path) -> None:
+    """A mean of commands of -1 and 1 is none that the transform may give."""
+    one, gripper = replace(SPEC, chunk=1), {"transforms": [{"kind": "gripper", "convention": "libero"}]}
+    with pytest.raises(PolicyError, match="set policy.options.temporal_ensemble to false, or leave gripper out"):
+        make(whole, one, temporal_ensemble=0.01, **gripper)
+    assert make(whole, one, **gripper).ensemble is None
 
 
 def test_pictures_are_turned_and_the_gripper_converted(tmp_path: Path) -> None:
@@ -267,6 +319,21 @@ REFUSED_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
     "dilation": ({"replace_final_stride_with_dilation": True}, "replace_final_stride_with_dilation"),
     "two observations": ({"n_obs_steps": 2}, "n_obs_steps.*should be 1"),
     "ensembling by a word": ({"temporal_ensemble_coeff": "much"}, "temporal_ensemble_coeff.*much"),
+    "ensembling by a text": ({"temporal_ensemble_coeff": "0.01", "n_action_steps": 1}, "coeff.*valid number.*'0.01'"),
+    "ensembling by true": ({"temporal_ensemble_coeff": True, "n_action_steps": 1}, "coeff.*valid number.*True"),
+    "ensembling of chunks": ({"temporal_ensemble_coeff": 0.01}, "n_action_steps is 4 .*set the first to null, or the"),
+    "a size in quotes": ({"chunk_size": "6"}, "chunk_size.*valid integer.*'6'"),
+    "entries of a saved policy": ({"architecture": {}, "kind": "act"}, "'kind' is 'act', an entry that is not known"),
+    "a seed beside weights": ({"random_weights": 0}, "random_weights is 0, the seed .* and weights are there"),
+    "states of two dimensions": (
+        {
+            "input_features": {
+                "observation.images.top": {"type": "VISUAL", "shape": [3, 64, 64]},
+                "observation.state": {"type": "STATE", "shape": [8, 2]},
+            }
+        },
+        "observation.state and action each have one dimension, got",
+    ),
     "an adapter": ({"use_peft": True}, "use_peft is true, and adapters of ACT are not read"),
     "too many actions": ({"n_action_steps": 7}, "n_action_steps is 7, and of a chunk of 6 at most all are executed"),
     "an unknown entry": ({"memory": 3}, "'memory' is 3, an entry that is not known here"),
@@ -338,7 +405,9 @@ def test_a_task_of_other_sizes_is_refused(spec: PolicySpec, message: str, whole:
         ({"checkpoint": ""}, "act needs a checkpoint: set policy.options.checkpoint"),
         ({"checkpoint": "/nowhere"}, "/nowhere is not a folder here"),
         ({"asset": "libero"}, "act's asset is demonstrations or empty, got 'libero'"),
-        ({"temporal_ensemble": 200.0}, "act's temporal_ensemble is a number of -100 to 100, got 200.0"),
+        ({"temporal_ensemble": 200.0}, "act's temporal_ensemble is a number of -100 to 100, or false, got 200.0"),
+        ({"temporal_ensemble": True}, "act's temporal_ensemble is a number of -100 to 100, or false, got True"),
+        ({"temporal_ensemble": 0.0}, "policy.chunk is 4: set policy.chunk to 1, or leave temporal_ensemble out"),
         ({"temporal_ensemble": 0.01}, "policy.chunk is 4: set policy.chunk to 1, or leave temporal_ensemble out"),
         ({"initial_log_std": 3.0}, "act's initial_log_std is of -20 to 2, got 3.0"),
         ({"value_widths": [0]}, "value_widths is a list of positive layer widths"),
@@ -383,6 +452,30 @@ def test_missing_statistics_are_refused(file: str, place: int, whole: Path, tmp_
         make(folder)
     if place == 0:
         assert make(folder, asset="demonstrations").normalised_by == "the rows learned from"
+
+
+@pytest.mark.parametrize("asset", ["", "demonstrations"])
+def test_pictures_without_statistics_stay_as_they_are(asset: str, tmp_path: Path) -> None:
+    """As LeRobot's normaliser leaves them, whatever their mode."""
+    folder = golden_checkpoint(tmp_path / "golden")
+    (state,) = folder.glob("policy_preprocessor_step_*.safetensors")
+    tensors = load_file(state)
+    kept = {name: tensor for name, tensor in tensors.items() if "images" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, state)
+    policy = make(folder, asset=asset)
+    frames = laws.random_inputs(SPEC, 2, seed=1).frames["top"]
+    seen = policy._observation(Inputs(proprio=torch.zeros(2, 8), frames={"top": frames}))
+    assert torch.equal(seen.pixels[:, 0], frames.permute(0, 3, 1, 2).float() / 255)
+
+
+def test_a_picture_of_older_files_without_statistics_is_refused_with_advice_that_helps(tmp_path: Path) -> None:
+    folder = older_checkpoint(tmp_path / "older")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: t for name, t in tensors.items() if "images" not in name}, folder / "model.safetensors")
+    with pytest.raises(PolicyError, match="observation.images.top.* Set VISUAL to IDENTITY in config.json") as error:
+        make(folder, asset="demonstrations")
+    assert "asset" not in str(error.value)
 
 
 def test_a_step_of_another_policy_is_refused(whole: Path, tmp_path: Path) -> None:
