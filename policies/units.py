@@ -181,9 +181,8 @@ def _numbers(path: Path, name: str, values: Any, mode: Mode) -> Tensor:
         found = torch.as_tensor(values, dtype=torch.float64).flatten()
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise PolicyError(
-            f"{path} has no {name} of numbers, which {mode} takes: {shown(values)}. policy.options.normalisation names "
-            f"another way of openpi's files; policy.options.asset: {DEMONSTRATIONS} takes the statistics of what is "
-            "learned from"
+            f"{path} has no {name} of numbers, which {mode} takes: {shown(values)}. Set policy.options.asset to "
+            f"{DEMONSTRATIONS} to learn with the statistics of demonstrations"
         ) from error
     if not found.isfinite().all():
         raise PolicyError(f"{path}: {name!r} has numbers that are not finite: {shown(values)}")

@@ -97,10 +97,13 @@ def absolute(folder: str) -> str:
 
 def steps_of(folder: Path, config: Mapping[str, Any]) -> int:
     """Steps of the integration, from LeRobot's config.json. Raises `PolicyError`."""
-    for name in ("num_inference_steps", "num_steps"):
-        given = config.get(name, 10)
-        if type(given) is not int or not 1 <= given <= MOST_STEPS:
-            raise PolicyError(f"{folder / CONFIG}: {name} is {shown(given)}, and is of 1 to {MOST_STEPS}")
-        if name in config:
-            return given
-    return 10
+    name = steps_entry(config)
+    given = 10 if name is None else config[name]
+    if type(given) is not int or not 1 <= given <= MOST_STEPS:
+        raise PolicyError(f"{folder / CONFIG}: {name} is {shown(given)}, and is of 1 to {MOST_STEPS}")
+    return given
+
+
+def steps_entry(config: Mapping[str, Any]) -> str | None:
+    """Name of the entry of LeRobot's config.json that has the steps of the integration, if it has one."""
+    return next((name for name in ("num_inference_steps", "num_steps") if name in config), None)

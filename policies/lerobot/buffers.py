@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 from policies.contract import PolicyError
-from policies.files import CONFIG, Shards, check_finite, shown
-from policies.lerobot.processors import ACTION, STATE
+from policies.files import CONFIG, Shards, shown
+from policies.lerobot.processors import ACTION, STATE, FeatureType
 from policies.units import DEMONSTRATIONS, LEAST, Mode, RobotUnits, Units, unchanged, units_of
 
 BUFFERS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
@@ -22,17 +23,26 @@ BUFFERS = re.compile(r"(model\.)?(un)?normalize_(inputs|targets|outputs)\.")
 def read_buffers(shards: Shards, config: Mapping[str, Any]) -> RobotUnits:
     """Units from the buffers, in the modes of config.json's `normalization_mapping`. Raises `PolicyError` where they
     are missing, as in a base checkpoint."""
+    modes = read_modes(shards.folder, config)
+    state = buffer_units(shards, modes.get("STATE", "IDENTITY"), STATE)
+    return RobotUnits(state, buffer_units(shards, modes.get("ACTION", "IDENTITY"), ACTION))
+
+
+def read_modes(folder: Path, config: Mapping[str, Any]) -> Mapping[FeatureType, Mode]:
+    """Modes by kind of feature in config.json. Raises `PolicyError` for what is none, and for normalised pictures."""
     modes = config.get("normalization_mapping") or {}
-    path = shards.folder / CONFIG
-    if not isinstance(modes, dict) or not all(mode in get_args(Mode) for mode in modes.values()):
-        raise PolicyError(f"{path}: normalization_mapping is {shown(modes)} in place of modes by kind")
+    path, kinds, known = folder / CONFIG, get_args(FeatureType), get_args(Mode)
+    if not isinstance(modes, dict) or not all(kind in kinds and mode in known for kind, mode in modes.items()):
+        raise PolicyError(
+            f"{path}: normalization_mapping is {shown(modes)}, and gives kinds ({', '.join(kinds)}) their modes "
+            f"({', '.join(known)})"
+        )
     if modes.get("VISUAL", "IDENTITY") != "IDENTITY":
         raise PolicyError(
             f"{path}: pictures are normalised by {modes['VISUAL']}, which is not applied here: set VISUAL to IDENTITY "
             "if they were trained in 0..1"
         )
-    state = buffer_units(shards, modes.get("STATE", "IDENTITY"), STATE)
-    return RobotUnits(state, buffer_units(shards, modes.get("ACTION", "IDENTITY"), ACTION))
+    return modes
 
 
 def buffer_units(shards: Shards, mode: Mode, key: str) -> Units:
@@ -54,9 +64,11 @@ def buffer_units(shards: Shards, mode: Mode, key: str) -> Units:
             f"buffers {prefix}... among its weights. {way}"
         )
     found = {name: shards.tensor(stored) for name, stored in names.items()}
-    try:
-        check_finite(path, found)
-    except PolicyError as error:
-        raise PolicyError(f"{error}. Statistics that were never filled are infinite. {way}") from None
+    for name, tensor in found.items():
+        if not tensor.isfinite().all():
+            raise PolicyError(
+                f"{path}: {names[name]!r} has numbers that are not finite, as statistics have that were never filled. "
+                f"{way}"
+            )
     eps = 0.0 if key == ACTION else LEAST
     return units_of(path, found, mode, std_eps=eps, range_eps=eps)

@@ -9,13 +9,16 @@ from typing import Any
 from policies.contract import PolicyError
 from policies.files import shown
 
+OF_TRAINING = ("optimizer_", "scheduler_")
+"""Beginnings of entries that change nothing once a policy is trained."""
+
 
 def check_known_entries(
-    path: Path, raw: Mapping[str, Any], read: Collection[str], passed: tuple[str, ...], fixed: Mapping[str, Any]
+    path: Path, raw: Mapping[str, Any], read: Collection[str], passed: Collection[str], fixed: Mapping[str, Any]
 ) -> None:
     """Raise `PolicyError` for an entry that asks for what is not done here, and for one that is not known unless it is
-    off: false, null, 0 or empty. `read` are applied, those that begin as in `passed` change nothing, and `fixed` have
-    one value."""
+    off: false, null, 0 or empty. `read` are applied, `passed` and those of `OF_TRAINING` change nothing, and `fixed`
+    have one value."""
     for name, value in raw.items():
         if name in fixed:
             if value is not None and value != fixed[name]:
@@ -23,7 +26,12 @@ def check_known_entries(
                     f"{path}: {name} is {shown(value)}, and only {fixed[name]} is applied here: run it with LeRobot, "
                     "or take a checkpoint that was trained without it"
                 )
-        elif name not in read and not name.startswith(passed) and value not in (None, False, 0, "", [], {}):
+        elif (
+            name not in read
+            and name not in passed
+            and not name.startswith(OF_TRAINING)
+            and value not in (None, False, 0, "", [], {})
+        ):
             raise PolicyError(
                 f"{path}: {shown(name)} is {shown(value, 300)}, an entry that is not known here; take it out if no "
                 "picture, state or action depends on it"
@@ -34,3 +42,13 @@ def check_known_entries(
             f"{path}: rtc_config is {shown(rtc)}, and chunks are not blended into each other here: set it to null to "
             "act without"
         )
+
+
+def autocast_notes(path: Path, raw: Mapping[str, Any]) -> list[str]:
+    """A sentence where LeRobot would act with this config.json in fewer bits than its weights have."""
+    if not raw.get("use_amp"):
+        return []
+    return [
+        f"{path}: use_amp is true, so LeRobot acts with this policy under autocast, which computes in 16 bits. Here "
+        "nothing is cast to fewer bits than its weights have: actions differ by rounding"
+    ]

@@ -104,4 +104,8 @@ def _features(source: Described, part: str) -> dict[str, Feature]:
     path, said = source.described / CONFIG, source.config.get(part) or {}
     if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.values()):
         raise PolicyError(f"{path}: {part} is {shown(said)} in place of features by name")
-    return {key: checked(path, Feature, each) for key, each in said.items()}
+    found = {key: checked(path, Feature, each) for key, each in said.items()}
+    for key, feature in found.items():
+        if feature.type == "VISUAL" and (len(feature.shape) != 3 or feature.shape[0] != 3 or 0 in feature.shape):
+            raise PolicyError(f"{path}: {part} has {shown(key)} of {feature.shape}, and pictures have [3, H, W]")
+    return found

@@ -25,6 +25,9 @@ STATE, ACTION = "observation.state", "action"
 
 Text = Annotated[str, Field(max_length=1000)]
 
+FeatureType = Literal["STATE", "VISUAL", "ENV", "ACTION", "REWARD", "LANGUAGE"]
+"""LeRobot's kinds of features, by which they are normalised (lerobot/configs/types.py)."""
+
 
 class _Step(BaseModel, extra="forbid"):
     """A step's parameters. LeRobot's own constructors refuse others too."""
@@ -33,7 +36,7 @@ class _Step(BaseModel, extra="forbid"):
 class Feature(BaseModel, extra="ignore"):
     """A feature as config.json and normalisers have it."""
 
-    type: Text
+    type: FeatureType
     shape: list[Annotated[int, Field(ge=0, le=2**20)]]
 
 
@@ -51,7 +54,7 @@ class Normaliser(_Step):
 
     eps: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1e-8
     features: dict[Text, Feature] = {}
-    norm_map: dict[Text, Mode] = {}
+    norm_map: dict[FeatureType, Mode] = {}
     normalize_observation_keys: list[Text] | None = None
 
     def mode_of(self, key: str) -> Mode:
@@ -252,15 +255,18 @@ def read_processors(folder: Path, raw: Mapping[str, Any]) -> Processors:
     return found
 
 
-def check_modes(found: Processors, raw: Mapping[str, Any]) -> None:
-    """Raise `PolicyError` unless actions are normalised as they are unnormalised, and config.json says so too."""
+def check_modes(
+    found: Processors, raw: Mapping[str, Any], kinds: Sequence[FeatureType] = ("VISUAL", "STATE", "ACTION")
+) -> None:
+    """Raise `PolicyError` unless actions are normalised as they are unnormalised, and config.json says so too. Only
+    features of these kinds are compared."""
     before = found.needed(PRE, "normalizer_processor", Normaliser)
     after = found.needed(POST, "unnormalizer_processor", Normaliser)
     said = raw.get("normalization_mapping")
     config = found.folder / CONFIG
     if said is not None and not isinstance(said, dict):
         raise PolicyError(f"{config}: normalization_mapping is {shown(said)} in place of an object")
-    for kind in ("VISUAL", "STATE", "ACTION"):
+    for kind in kinds:
         modes = {f"{step}": one.norm_map.get(kind, "IDENTITY") for step, one in (before, after)}
         if kind != "ACTION":  # the other step reads none
             modes = dict([next(iter(modes.items()))])

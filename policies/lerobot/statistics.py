@@ -17,7 +17,17 @@ import torch
 
 from policies.contract import PolicyError
 from policies.files import CONFIG, read_json, read_tensors, write_json, write_tensors
-from policies.lerobot.processors import ACTION, POST, PRE, STATE, Normaliser, Step, check_modes, read_processors
+from policies.lerobot.processors import (
+    ACTION,
+    POST,
+    PRE,
+    STATE,
+    Normaliser,
+    Processors,
+    Step,
+    check_modes,
+    read_processors,
+)
 from policies.units import DEMONSTRATIONS, RobotUnits, Units, statistics_of, unchanged, units_of
 
 
@@ -35,9 +45,9 @@ def read_lerobot(folder: Path) -> RobotUnits:
     raw = read_json(folder / CONFIG)
     processors = read_processors(folder, raw)
     check_modes(processors, raw)
+    check_pictures(processors, raw)
     before = processors.needed(PRE, "normalizer_processor", Normaliser)
     after = processors.needed(POST, "unnormalizer_processor", Normaliser)
-    _check_pictures(*before)
     found = RobotUnits(feature_units(*before, STATE), feature_units(*after, ACTION))
     check_same_action(before, after)
     return found
@@ -49,8 +59,8 @@ def check_same_action(before: tuple[Step, Normaliser], after: tuple[Step, Normal
     for one, other in ((action.centre, learned.centre), (action.scale, learned.scale)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-4, atol=1e-6):
             raise PolicyError(
-                f"{before[0]} and {after[0]} have different statistics of {ACTION}: what is learned would be other "
-                "actions than those that are said; take both files from one training"
+                f"{before[0]} and {after[0]} have different statistics of {ACTION}: what the policy learned would "
+                "not be what it executes; take both files from one training"
             )
 
 
@@ -96,7 +106,10 @@ def _normalising(config: Mapping[str, Any], modes: Mapping[str, str], units: Rob
     return found
 
 
-def _check_pictures(step: Step, said: Normaliser) -> None:
+def check_pictures(processors: Processors, raw: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` where pictures are normalised, which no policy that calls this does; `raw` is config.json."""
+    check_modes(processors, raw, ("VISUAL",))
+    step, said = processors.needed(PRE, "normalizer_processor", Normaliser)
     pictures = {key: said.mode_of(key) for key, feature in said.features.items() if feature.type == "VISUAL"}
     changed = {key: mode for key, mode in pictures.items() if mode != "IDENTITY"}
     if not changed or step.state_file is None:  # LeRobot leaves what has no statistics as it is
@@ -105,8 +118,8 @@ def _check_pictures(step: Step, said: Normaliser) -> None:
     for key, mode in changed.items():
         if key in known:
             raise PolicyError(
-                f"{step}: pictures of {key} are normalised by {mode}, which is not applied here: VISUAL is IDENTITY in "
-                "every published pi0; set it so in both processors and config.json if pictures were trained in 0..1"
+                f"{step}: pictures of {key} are normalised by {mode}, which is not applied here: set VISUAL "
+                "to IDENTITY in both processors and config.json if the policy was trained with pictures in 0..1"
             )
 
 

@@ -48,11 +48,11 @@ PASSED: Mapping[Layout, tuple[str, ...]] = {
         "n_action_steps",  # policy.chunk says it here
         "device", "dtype", "use_amp", "compile_model", "compile_mode", "gradient_checkpointing", "use_cache",
         "attention_implementation", "freeze_vision_encoder", "train_expert_only", "train_state_proj", "proj_width",
-        "optimizer_", "scheduler_", "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
+        "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
         "pretrained_revision", "memory_frames", "memory_stride", "memory_temporal_attention_every",
     ),
 }  # fmt: skip
-"""Beginnings of entries that say how it was trained, on which machine, or where it was published."""
+"""Entries that say how it was trained, on which machine, or where it was published."""
 FIXED: Mapping[str, Any] = {
     "n_obs_steps": 1, "min_period": 4e-3, "max_period": 4.0, "adapt_to_pi_aloha": False,
     "use_delta_joint_actions_aloha": False, "use_visual_memory": False, "use_proprioceptive_memory": False,

@@ -12,6 +12,7 @@ from policies import lora
 from policies.checkpoint_folders import EXTRAS, is_random
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, write_tensors
 from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat, extras
+from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import write_lerobot
 from policies.pi0.checkpoint import find_sources, is_adaptive, read_weights, save_description, save_directory
 from policies.pi0.normalisation import dataset_of, normalisations, openpi_default, openpi_statistics, write_openpi
@@ -36,7 +37,7 @@ class Pi0Format(FlowVLAFormat):
         adaptive = is_adaptive(source.weights)
         learned = architecture.get("asset") == DEMONSTRATIONS
         transforms = Transforms(architecture.get("transforms", ()))
-        found = []
+        found = autocast_notes(source.described / CONFIG, source.config)
         if source.layout == "openpi" and not learned:
             path, statistics = openpi_statistics(source.described, architecture.get("asset", ""))
             if architecture.get("normalisation", AUTO) == AUTO and len(normalisations(statistics)) > 1:
@@ -81,7 +82,7 @@ class Pi0Format(FlowVLAFormat):
     def export(self, policy: Pi0, folder: Path) -> None:
         """Write a directory in the layout of the checkpoint's, adapter added, with its configuration and tokenizer, and
         its statistics or those of the demonstrations."""
-        save_directory(policy.network, policy.source, folder, policy.config, ours=False)
+        save_directory(policy.network, policy.source, folder, policy.description(), ours=False)
         if policy.options.asset == DEMONSTRATIONS:
             # Readers of the files want statistics of a state, also where the policy reads none.
             state = policy.units.state if policy.spec.proprio_dim else identity(policy.sizes.action_dim, 0).state
@@ -94,12 +95,12 @@ class Pi0Format(FlowVLAFormat):
         if policy.adapted:
             (folder / SINGLE).unlink(missing_ok=True)
             if policy.source.described == policy.source.adapter:  # it is not the base that says what the numbers are
-                save_description(policy.source, folder, policy.config, ours=True)
+                save_description(policy.source, folder, policy.description(), ours=True)
             lora.save_adapter(policy.network, folder)
         else:
             for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
                 (folder / name).unlink(missing_ok=True)
-            save_directory(policy.network, policy.source, folder, policy.config, ours=True)
+            save_directory(policy.network, policy.source, folder, policy.description(), ours=True)
         write_tensors(folder / EXTRAS, extras(policy))
 
 

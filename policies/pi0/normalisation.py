@@ -34,7 +34,11 @@ def read_openpi(folder: Path, asset: str, quantile: bool) -> RobotUnits:
     path, raw = openpi_statistics(folder, asset)
     mode = MODES["quantile" if quantile else "z-score"]
     eps = {"std_eps": OPENPI_EPS, "range_eps": OPENPI_EPS}
-    return RobotUnits(*(units_of(path, raw.get(key), mode, **eps) for key in ("state", "actions")))
+    other = next(way for way in NORMALISATIONS if MODES[way] != mode)
+    try:
+        return RobotUnits(*(units_of(path, raw.get(key), mode, **eps) for key in ("state", "actions")))
+    except PolicyError as error:
+        raise PolicyError(f"{error}; policy.options.normalisation: {other} is openpi's other way") from None
 
 
 def openpi_statistics(folder: Path, asset: str) -> tuple[Path, dict[str, Any]]:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from policies.contract import PolicyError, PolicySpec
 from policies.files import CONFIG, shown
+from policies.flow_vla.options import steps_entry
 from policies.flow_vla.policy import FlowVLA, LearnedTimes, with_relative
 from policies.lerobot.features import check_numbers, ordered_cameras
 from policies.lerobot.processors import ACTION, STATE
-from policies.lerobot.statistics import read_lerobot
+from policies.lerobot.statistics import check_pictures, read_lerobot
 from policies.pi0.adapters import attach, attach_saved
 from policies.pi0.checkpoint import find_sources, load_network
 from policies.pi0.config import with_horizon
@@ -95,6 +96,14 @@ class Pi0(FlowVLA):
         said = state[:, : self.shown.proprio_dim].cpu() if self.options.state_in_prompt else None
         return self.prompts.batch(instructions, said)
 
+    def description(self) -> dict[str, Any]:
+        """config.json of the policy as it is: LeRobot is to integrate in as many steps as here, and to execute as many
+        actions of a chunk. openpi's has neither."""
+        if self.layout != "lerobot":
+            return self.config
+        named = steps_entry(self.config) or "num_inference_steps"
+        return {**self.config, "n_action_steps": self.spec.chunk, named: self.options.steps}
+
     # --- what is built
 
     def _check_spec(self, state_in_prompt: bool) -> None:
@@ -147,6 +156,8 @@ class Pi0(FlowVLA):
                 f"both: leave them out; got {normalisation!r} and {asset!r}"
             )
         if asset == DEMONSTRATIONS:
+            if source.processors is not None:
+                check_pictures(source.processors, source.config)
             return StoredUnits(identity(spec.proprio_dim, spec.action_dim))
         if self.layout == "lerobot":
             units = read_lerobot(source.described)

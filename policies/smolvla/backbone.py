@@ -7,6 +7,7 @@ checkpoint, else `vlm_model_name` where that is a folder, else the hub's cache o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -42,6 +43,7 @@ class Text(BaseModel, extra="ignore"):
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
+    tie_word_embeddings: bool = False
     model_type: Literal["llama"] = "llama"
 
 
@@ -66,6 +68,12 @@ class Backbone(BaseModel, extra="ignore"):
     text_config: Text
     vision_config: Vision
     scale_factor: Annotated[int, Field(strict=True, ge=1, le=64)] = 2
+    tie_word_embeddings: bool = False
+
+    @property
+    def tied(self) -> bool:
+        """True if the model's head is the embeddings of words: a file may have only one of the two."""
+        return self.tie_word_embeddings or self.text_config.tie_word_embeddings
 
     def stack(self) -> StackSizes:
         """Sizes of all its layers of words."""
@@ -123,7 +131,7 @@ def find_backbone(option: str, checkpoint: Path, config: Mapping[str, Any]) -> P
     named = config.get("vlm_model_name", PUBLISHED)
     if not isinstance(named, str) or not named or "\0" in named or len(named) > 1000:
         raise PolicyError(f"{checkpoint / CONFIG}: vlm_model_name is {shown(named)} in place of a model's name")
-    if Path(named).is_dir():
+    if os.path.isdir(named):
         _check_whole(Path(named))
         return Path(named).resolve()
     cached = _in_cache(named)

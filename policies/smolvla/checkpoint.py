@@ -8,6 +8,7 @@ later, with the backbone's configuration and tokenizer in `vlm`. A policy that i
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from policies.files import (
     write_tensors,
 )
 from policies.flow_vla.options import DTYPES
-from policies.lerobot.buffers import BUFFERS, read_buffers
+from policies.lerobot.buffers import BUFFERS, read_buffers, read_modes
 from policies.lerobot.processors import (
     POST,
     PRE,
@@ -50,7 +51,7 @@ from policies.lerobot.processors import (
     read_processors,
     write_processors,
 )
-from policies.lerobot.statistics import read_lerobot, write_lerobot
+from policies.lerobot.statistics import check_pictures, read_lerobot, write_lerobot
 from policies.lora import merged_state
 from policies.random_weights import RANDOM_WEIGHTS, check_weights, draw
 from policies.smolvla.backbone import BACKBONE, BACKBONE_FILES, PUBLISHED, find_backbone, read_backbone
@@ -61,6 +62,8 @@ from policies.units import RobotUnits
 
 OWN = ("kind", "spec", "architecture", RANDOM_WEIGHTS)
 """Entries of config.json that are this project's alone."""
+EMBEDDING = "embedding.weight"
+"""The network's name of the embeddings of words."""
 NEW_LINE = "smolvla_new_line_processor"
 
 
@@ -83,9 +86,17 @@ class Sources:
             return read_lerobot(self.described)
         return read_buffers(Shards.find(self.weights), self.config)
 
+    def check_pictures(self) -> None:
+        """Raise `PolicyError` where pictures are normalised."""
+        if self.processors is not None:
+            check_pictures(self.processors, self.config)
+        else:
+            read_modes(self.described, self.config)
+
     def sizes(self) -> SmolVLASizes:
         """Sizes of the network. Raises `PolicyError`."""
-        return read_sizes(self.described, self.config, read_backbone(self.backbone))
+        length = None if self.processors is None else self.processors.prompt_length
+        return read_sizes(self.described, self.config, read_backbone(self.backbone), prompt_len=length)
 
 
 def find_sources(checkpoint: str, adapter: str = "", backbone: str = "", saved: str = "") -> Sources:
@@ -103,7 +114,7 @@ def find_sources(checkpoint: str, adapter: str = "", backbone: str = "", saved: 
     processors = None
     if (found.described / PRE).exists() or (found.described / POST).exists():
         processors = read_processors(found.described, config)
-        _check_words(processors)
+        _check_words(processors, config.get("vlm_model_name", PUBLISHED))
     inside = Path(saved) / BACKBONE
     place = inside.resolve() if saved and inside.is_dir() else find_backbone(backbone, found.weights, config)
     sources = Sources(found.weights, found.adapter, found.described, config, processors, place)
@@ -112,9 +123,17 @@ def find_sources(checkpoint: str, adapter: str = "", backbone: str = "", saved: 
     return sources
 
 
-def _check_words(found: Processors) -> None:
-    """The prompt is the instruction and a line feed."""
-    step, _ = found.needed(PRE, "tokenizer_processor", Tokenizer)
+def _check_words(found: Processors, backbone: Any) -> None:
+    """The prompt is the instruction and a line feed, in tokens of the model with the name `backbone`."""
+    step, tokenizer = found.needed(PRE, "tokenizer_processor", Tokenizer)
+    name = tokenizer.tokenizer_name
+    # A folder's name does not tell which model's it is.
+    local = any(os.path.isdir(str(each)) for each in (backbone, name, found.folder / (name or "tokenizer")))
+    if name not in (None, backbone) and (not name or not local):
+        raise PolicyError(
+            f"{step}: tokenizer_name is {shown(name)}, and the vision-language model is {shown(backbone)} "
+            f"(vlm_model_name in {CONFIG}), whose tokenizer is read: make both name the one of the training"
+        )
     line = next((each for each in found.steps[PRE] if each.name.endswith("new_line_processor")), None)
     if line is None or line.place > step.place:
         raise PolicyError(f"{step}: no {NEW_LINE} comes before it, and prompts of SmolVLA end in a new line")
@@ -153,7 +172,7 @@ def load_network(sources: Sources, dtype: str = "float32") -> SmolVLANetwork:
     if is_random(folder):
         _draw(network, folder, DTYPES[dtype])
     else:
-        tensors = _read(Shards.find(folder), network)
+        tensors = _read(Shards.find(folder), network, tied=read_backbone(sources.backbone).tied)
         network.unused = {name: tensors.pop(name) for name in (UNUSED,) if name in tensors}
         # Copies: within a file a tensor lies at any address, and the address decides how a product of it is rounded.
         cast = {own: tensor.to(dtype_of(own, DTYPES[dtype]), copy=True) for own, tensor in tensors.items()}
@@ -171,14 +190,17 @@ def read_weights(folder: Path, network: SmolVLANetwork) -> dict[str, torch.Tenso
     return tensors
 
 
-def _read(shards: Shards, network: SmolVLANetwork) -> dict[str, torch.Tensor]:
-    """All of the files' tensors by the network's names, and `UNUSED` where it is there."""
+def _read(shards: Shards, network: SmolVLANetwork, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    """All of the files' tensors by the network's names, and `UNUSED` where it is there. `tied`: where the embeddings of
+    words are missing, they are the head."""
     statistics = [name for name in shards.files if BUFFERS.match(name)]
     names = {own_name(name): name for name in shards.files if name not in set(statistics)}
     if len(names) < len(shards.files) - len(statistics):
         raise PolicyError(f"{shards.folder} holds a tensor more than once, under names of several layouts")
     expected = dict(network.state_dict())
     head = own_name(UNUSED)
+    if tied and head in names and EMBEDDING not in names:
+        names[EMBEDDING] = names.pop(head)
     if head in names:
         expected[head] = torch.empty(network.sizes.vocab_size, network.sizes.vlm.width, device="meta")
     wanted = {names.get(own, stored_name(own)): tensor for own, tensor in expected.items()}

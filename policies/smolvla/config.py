@@ -28,11 +28,11 @@ READ = {
 """Entries of config.json that are applied, or compared with other files and options."""
 PASSED = (
     "device", "use_amp", "compile_model", "compile_mode", "use_cache", "freeze_vision_encoder", "train_expert_only",
-    "train_state_proj", "optimizer_", "scheduler_", "push_to_hub", "repo_id", "private", "tags", "license",
+    "train_state_proj", "push_to_hub", "repo_id", "private", "tags", "license",
     "pretrained_path", "pretrained_revision", "load_vlm_weights",
     "prefix_length", "pad_language_to",  # tokens that fill a prompt up are seen by none
 )  # fmt: skip
-"""Beginnings of entries that say how it was trained, on which machine, or where it was published."""
+"""Entries that say how it was trained, on which machine, or where it was published."""
 FIXED: Mapping[str, Any] = {
     "n_obs_steps": 1, "min_period": 4e-3, "max_period": 4.0, "adapt_to_pi_aloha": False,
     "use_delta_joint_actions_aloha": False,
@@ -76,14 +76,17 @@ class SmolVLASizes:
         return side**2
 
 
-def read_sizes(folder: Path, raw: Mapping[str, Any], backbone: Backbone) -> SmolVLASizes:
-    """Sizes of the network in the folder. Raises `PolicyError` for what is no size, or is not computed here."""
+def read_sizes(
+    folder: Path, raw: Mapping[str, Any], backbone: Backbone, *, prompt_len: int | None = None
+) -> SmolVLASizes:
+    """Sizes of the network in the folder, whose processors fill prompts up to `prompt_len` tokens, if it has any.
+    Raises `PolicyError` for what is no size, or is not computed here."""
     path = folder / CONFIG
     numbers = {
         "chunk_size": raw.get("chunk_size", 50),
         "max_state_dim": raw.get("max_state_dim", 32),
         "max_action_dim": raw.get("max_action_dim", 32),
-        "tokenizer_max_length": raw.get("tokenizer_max_length", 48),
+        "tokenizer_max_length": raw.get("tokenizer_max_length", 48 if prompt_len is None else prompt_len),
     }
     for name, value in numbers.items():
         if type(value) is not int or not 0 < value <= LARGEST:
@@ -131,6 +134,14 @@ def executed(folder: Path, raw: Mapping[str, Any]) -> int:
     return found
 
 
+def trained_parts(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Parts of the network, as `policy.options.train` names them, that LeRobot trains with this config.json."""
+    found = ["expert", "projections"]
+    if raw.get("train_expert_only") is False:
+        found += ["language"] if raw.get("freeze_vision_encoder", True) else ["language", "vision"]
+    return tuple(found)
+
+
 def with_horizon(raw: Mapping[str, Any], horizon: int) -> dict[str, Any]:
     """The config.json of the same network that predicts `horizon` actions: no weight depends on their number."""
     # LeRobot refuses to execute more than it predicts.
@@ -154,7 +165,7 @@ def _expert(path: Path, raw: Mapping[str, Any], vlm: StackSizes) -> StackSizes:
     if type(layers) is not int or (layers > 0 and layers != vlm.depth):
         raise PolicyError(
             f"{path}: num_expert_layers is {shown(layers)}, and the vision-language model has {vlm.depth}: an expert "
-            "of fewer layers is not supported (LeRobot cannot act with one that attends to its own actions either)"
+            "of fewer layers is not supported. Neither does LeRobot act with one whose actions attend to each other"
         )
     width = int(vlm.width * factor)
     if width < 2 or width % 2:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from policies import lora
 from policies.checkpoint_folders import EXTRAS
-from policies.files import ADAPTER, ADAPTER_CONFIG, SINGLE, write_tensors
+from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, write_tensors
 from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat, extras
+from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyKind
 from policies.smolvla.checkpoint import (
@@ -22,7 +23,7 @@ from policies.smolvla.checkpoint import (
     save_directory,
     write_units,
 )
-from policies.smolvla.config import executed
+from policies.smolvla.config import executed, trained_parts
 from policies.smolvla.options import SmolVLAOptions
 from policies.smolvla.policy import SmolVLA
 from policies.transforms import Transforms
@@ -38,6 +39,30 @@ class SmolVLAFormat(FlowVLAFormat):
     def check_files(self, architecture: Mapping[str, Any]) -> None:
         Transforms(architecture.get("transforms", ()))
         _sources(architecture)
+
+    def assumed(self, architecture: Mapping[str, Any]) -> Sequence[str]:
+        source = _sources(architecture)
+        path, config = source.described / CONFIG, source.config
+        found = autocast_notes(path, config)
+        if config.get("load_vlm_weights") and architecture.get("dtype", "float32") == "float32":
+            found.append(
+                f"{path}: load_vlm_weights is true, so LeRobot computes the vision-language model and the action "
+                "expert in bfloat16. Both are computed in float32 here, and actions differ by rounding; "
+                "policy.options.dtype: bfloat16 is LeRobot's for the vision-language model"
+            )
+        adapted = source.adapter is not None or architecture.get("lora_rank")
+        trained = trained_parts(config)
+        if not adapted and "train" not in architecture and set(trained) != set(SmolVLAOptions.train):
+            found.append(
+                f"{path}: LeRobot trained {', '.join(trained)} (train_expert_only, freeze_vision_encoder), and "
+                f"{', '.join(SmolVLAOptions.train)} are trained here: set policy.options.train to the parts to train"
+            )
+        if not adapted and config.get("train_state_proj") is False:
+            found.append(
+                f"{path}: train_state_proj is false, so LeRobot did not train the projection of the state; here it is "
+                "one of the projections, which policy.options.train names"
+            )
+        return found
 
     def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
         source = _sources(architecture)

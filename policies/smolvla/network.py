@@ -214,8 +214,9 @@ OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the network's tensor of this name, where the network is to have that dtype: as LeRobot's, whose
-    vision-language model alone is in 16 bits."""
+    """Dtype of the network's tensor of this name, where the network is to have that dtype: the vision-language model
+    alone is in 16 bits. LeRobot has the expert in 16 bits too, where it loads that model's published weights
+    (`load_vlm_weights`): it builds the expert in the text model's dtype."""
     return dtype if name.startswith(OF_THE_VLM) else torch.float32
 
 

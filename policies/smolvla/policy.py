@@ -78,9 +78,9 @@ class SmolVLA(FlowVLA):
         return self.prompts.batch(instructions)
 
     def description(self) -> dict[str, Any]:
-        """config.json of the policy as it is: LeRobot is to execute as many actions of a chunk as here. Features are
-        those of the checkpoint or of the demonstrations."""
-        config = {**self.config, "n_action_steps": self.spec.chunk}
+        """config.json of the policy as it is: LeRobot is to integrate in as many steps as here, and to execute as many
+        actions of a chunk. Features are those of the checkpoint or of the demonstrations."""
+        config: dict[str, Any] = {**self.config, "n_action_steps": self.spec.chunk, "num_steps": self.options.steps}
         if self.options.asset != DEMONSTRATIONS:
             return config
         size = self.network_image_size
@@ -89,6 +89,8 @@ class SmolVLA(FlowVLA):
         state = {"type": "STATE", "shape": [self.shown.proprio_dim]}
         action = {"type": "ACTION", "shape": [self.shown.action_dim]}
         features = {"input_features": {"observation.state": state, **images}, "output_features": {"action": action}}
+        if config.get("normalization_mapping"):  # the processors that are written change no picture
+            config["normalization_mapping"] = {**config["normalization_mapping"], "VISUAL": "IDENTITY"}
         return {**config, **features}
 
     # --- what is built
@@ -131,6 +133,7 @@ class SmolVLA(FlowVLA):
     def _read_units(self) -> StoredUnits:
         spec, source = self.shown, self.source
         if self.options.asset == DEMONSTRATIONS:
+            source.check_pictures()
             return StoredUnits(identity(spec.proprio_dim, spec.action_dim))
         units = source.units()
         for what, of, size in (("state", units.state, spec.proprio_dim), ("action", units.action, spec.action_dim)):

@@ -457,6 +457,18 @@ def test_what_is_not_applied_is_refused_by_name(what: str, folder: Path) -> None
     assert str(folder) in str(refusal.value)
 
 
+def test_normalised_pictures_are_refused_with_units_of_demonstrations_too(folder: Path) -> None:
+    _visual(folder)
+    with pytest.raises(PolicyError, match="are normalised by MEAN_STD, which is not applied here"):
+        built(folder, asset="demonstrations")
+
+
+def test_actions_under_autocast_are_said(folder: Path) -> None:
+    edit(folder / "config.json", lambda c: c.update(use_amp=True, use_relative_actions=False))
+    (note,) = PI0.format.assumed({"checkpoint": str(folder)})
+    assert "use_amp is true" in note
+
+
 def test_entries_that_are_off_or_of_the_training_are_passed(folder: Path) -> None:
     off = {"use_telepathy": False, "notes": None, "optimizer_momentum": 0.9, "rtc_config": {"enabled": False}}
     edit(folder / "config.json", lambda c: c.update(off, num_inference_steps=4, compile_model=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ FORM = policy_kind("smolvla").format
 def folder(tmp_path: Path) -> Path:
     """A copy of the checkpoint."""
     return Path(shutil.copytree(GOLDEN / "checkpoint", tmp_path / "checkpoint"))
+
+
+def step_of(folder: Path, name: str, change: Callable[[dict[str, Any]], object], file: str = PRE) -> None:
+    """Change the parameters of a processor's step."""
+    raw = json.loads((folder / file).read_text())
+    change(next(step["config"] for step in raw["steps"] if step["registry_name"] == name))
+    (folder / file).write_text(json.dumps(raw))
 
 
 def acts(policy: Any, seed: int = 1) -> torch.Tensor:
@@ -105,6 +113,12 @@ def test_a_number_that_never_changes_has_a_unit(mode: str, first: str, second: s
         ({"rtc_config": {"enabled": True}}, "rtc_config is .*, and chunks are not blended into each other here"),
         ({"num_steps": 0}, "num_steps is 0, and is of 1 to 1000"),
         ({"memory": 3}, "'memory' is 3, an entry that is not known here"),
+        ({"device_map": "auto"}, "'device_map' is 'auto', an entry that is not known here"),
+        ({"input_features": {"observation.images.image": {"type": "PICTURE", "shape": [3, 64, 64]}}}, "type: .*VISUAL"),
+        (
+            {"input_features": {"observation.images.image": {"type": "VISUAL", "shape": [64, 64, 3]}}},
+            r"have \[3, H, W\]",
+        ),
         ({"tokenizer_max_length": 20}, "max_length is 24, and config.json's tokenizer_max_length 20"),
     ],
 )
@@ -152,11 +166,87 @@ def test_fifty_actions_in_libero_are_warned_of(folder: Path) -> None:
     assert not FORM.chunk_notes(named, 50, ["tabletop/reach"])
 
 
+def normalise_pictures(folder: Path) -> None:
+    """Have a mode for pictures, of which the folder has statistics."""
+    for file, name in ((PRE, "normalizer_processor"), (POST, "unnormalizer_processor")):
+        step_of(folder, name, lambda said: said["norm_map"].update(VISUAL="MEAN_STD"), file)
+    edit(folder / "config.json", normalization_mapping=dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"))
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["processors", "buffers"])
+@pytest.mark.parametrize("options", [{}, {"asset": "demonstrations"}], ids=["its own units", "demonstrations"])
+def test_normalised_pictures_are_refused(old: bool, options: dict[str, Any], folder: Path) -> None:
+    normalise_pictures(folder)
+    if old:
+        of_lerobot_03(folder)
+    with pytest.raises(PolicyError, match="are normalised by MEAN_STD, which is not applied here: set VISUAL"):
+        make(checkpoint=str(folder), **options)
+
+
+def test_pictures_without_statistics_are_exported_as_they_are(folder: Path, tmp_path: Path) -> None:
+    """LeRobot leaves them as they are, whatever the mode."""
+    normalise_pictures(folder)
+    for path in folder.glob("policy_*.safetensors"):
+        save_file({name: tensor for name, tensor in load_file(path).items() if "images" not in name}, path)
+    policy = make(checkpoint=str(folder), asset="demonstrations")
+    policies.export(policy, tmp_path / "exported")
+    again = make(checkpoint=str(tmp_path / "exported"), backbone="")
+    assert (acts(again) - acts(policy)).abs().max() < 1e-5
+
+
+def test_a_mode_of_an_unknown_kind_is_refused(folder: Path) -> None:
+    step_of(folder, "normalizer_processor", lambda said: said["norm_map"].update(STAET="MEAN_STD"))
+    with pytest.raises(PolicyError, match="STAET"):
+        make(checkpoint=str(folder))
+    of_lerobot_03(folder)
+    edit(folder / "config.json", normalization_mapping={"STAET": "MEAN_STD", "ACTION": "MEAN_STD"})
+    with pytest.raises(PolicyError, match=r"'STAET': .* gives kinds \(STATE, VISUAL"):
+        make(checkpoint=str(folder))
+
+
+def test_prompts_are_as_long_as_the_tokenizers_step_says(folder: Path) -> None:
+    edit(folder / "config.json", tokenizer_max_length=...)
+    step_of(folder, "tokenizer_processor", lambda said: said.update(max_length=96))
+    policy = make(checkpoint=str(folder))
+    assert policy.words(("open the drawer",), torch.zeros(1, 32))[0].shape == (1, 96)
+
+
+def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
+    step_of(folder, "tokenizer_processor", lambda said: said.update(tokenizer_name="google/paligemma-3b-pt-224"))
+    with pytest.raises(PolicyError, match="tokenizer_name is 'google/paligemma-3b-pt-224', and the vision-language"):
+        make(checkpoint=str(folder))
+    for name in (None, str(GOLDEN / "vlm")):
+        step_of(folder, "tokenizer_processor", lambda said, name=name: said.update(tokenizer_name=name))
+        make(checkpoint=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("entries", "options", "note"),
+    [
+        ({"use_amp": True}, {}, "LeRobot acts with this policy under autocast"),
+        ({"load_vlm_weights": True}, {}, "the action expert in bfloat16"),
+        ({"load_vlm_weights": True}, {"dtype": "bfloat16"}, None),
+        ({"train_expert_only": False}, {}, "LeRobot trained expert, projections, language ("),
+        ({"train_expert_only": False, "freeze_vision_encoder": False}, {}, "projections, language, vision ("),
+        ({"train_expert_only": False}, {"train": ["expert"]}, None),
+        ({"train_state_proj": False}, {}, "did not train the projection of the state"),
+        ({}, {}, None),
+    ],
+)
+def test_what_is_computed_or_trained_differently_is_said(
+    entries: dict[str, Any], options: dict[str, Any], note: str | None, folder: Path
+) -> None:
+    edit(folder / "config.json", **entries)
+    notes = FORM.assumed({"checkpoint": str(folder), "backbone": str(GOLDEN / "vlm"), **options})
+    assert len(notes) == (note is not None) and all(str(note) in said for said in notes)
+
+
 # --- backbones
 
 
 def test_a_checkpoint_without_its_backbone_names_the_option_and_the_command(folder: Path) -> None:
     edit(folder / "config.json", vlm_model_name=PUBLISHED)
+    step_of(folder, "tokenizer_processor", lambda said: said.update(tokenizer_name=PUBLISHED))
     with pytest.raises(PolicyError) as caught:
         make(checkpoint=str(folder), backbone="")
     assert "policy.options.backbone" in str(caught.value)
@@ -237,7 +327,8 @@ def test_what_is_exported_has_every_tensor_of_the_checkpoint(tmp_path: Path) -> 
     written, given = (load_file(f / "model.safetensors") for f in (tmp_path / "exported", GOLDEN / "checkpoint"))
     assert written.keys() == given.keys() and all(torch.equal(written[name], given[name]) for name in given)
     texts = [(f / "config.json").read_text() for f in (tmp_path / "exported", GOLDEN / "checkpoint")]
-    assert json.loads(texts[0]) == json.loads(texts[1])
+    # What is integrated and executed is the policy's.
+    assert json.loads(texts[0]) == json.loads(texts[1]) | {"num_steps": 3, "n_action_steps": SPEC.chunk}
 
 
 def test_units_of_demonstrations_are_exported_with_their_features(tmp_path: Path) -> None:
@@ -352,3 +443,19 @@ def test_random_weights_are_those_of_their_seed(tmp_path: Path) -> None:
         write_random(tmp_path / "3", "smolvla-tinny")
     policies.export(make(spec, checkpoint=str(folders[0]), backbone=""), tmp_path / "exported")
     assert acts(make(spec, checkpoint=str(tmp_path / "exported"), backbone="")).isfinite().all()
+
+
+def test_embeddings_of_words_may_be_stored_as_the_head_that_is_tied_to_them(folder: Path, tmp_path: Path) -> None:
+    expected, path = acts(make()), folder / "model.safetensors"
+    tensors = load_file(path)
+    vlm = "model.vlm_with_expert.vlm."
+    tensors[f"{vlm}lm_head.weight"] = tensors.pop(f"{vlm}model.text_model.embed_tokens.weight")
+    save_file(tensors, path)
+    with pytest.raises(PolicyError, match="embed_tokens"):
+        make(checkpoint=str(folder))
+    tied = Path(shutil.copytree(GOLDEN / "vlm", tmp_path / "vlm"))
+    edit(tied / "config.json", tie_word_embeddings=True)
+    policy = make(checkpoint=str(folder), backbone=str(tied))
+    assert torch.equal(acts(policy), expected)
+    policies.export(policy, tmp_path / "exported")
+    assert torch.equal(acts(make(checkpoint=str(tmp_path / "exported"), backbone="")), expected)
