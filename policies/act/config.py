@@ -23,9 +23,9 @@ SAVED = {"kind", "spec", "architecture"}
 """Entries of a policy that this project saved, which its reader has checked."""
 PASSED = (
     "device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
-    "pretrained_revision", "pretrained_backbone_weights", "dropout", "optimizer_", "scheduler_",
+    "pretrained_revision", "pretrained_backbone_weights", "dropout",
 )  # fmt: skip
-"""Beginnings of entries that say how it was trained, on which machine, or where it was published."""
+"""Entries that say how it was trained, on which machine, or where it was published."""
 MOST_ENSEMBLE = 100.0
 """Largest coefficient of temporal ensembling: with more, one prediction alone counts."""
 

@@ -14,6 +14,7 @@ from policies.act.policy import Act, ActOptions
 from policies.checkpoint_folders import EXTRAS
 from policies.errors import PolicyError
 from policies.files import CONFIG, check_tensors, checked, read_tensors, write_tensors
+from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyFormat, PolicyKind, on_cpu
 from policies.transforms import Transforms
@@ -29,6 +30,10 @@ class ActFormat(PolicyFormat):
     def check_files(self, architecture: Mapping[str, Any]) -> None:
         Transforms(architecture.get("transforms", ()))
         find_source(architecture.get("checkpoint", ""))
+
+    def assumed(self, architecture: Mapping[str, Any]) -> Sequence[str]:
+        source = find_source(architecture.get("checkpoint", ""))
+        return autocast_notes(source.folder / CONFIG, source.config)
 
     def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
         source, found = find_source(architecture.get("checkpoint", "")), list[str]()

@@ -255,6 +255,13 @@ def test_predictions_begin_with_the_chunk(tmp_path: Path) -> None:
     assert torch.equal(drawn[:, 2:], mode[:, 2:])
 
 
+def test_a_policy_that_lerobot_evaluates_in_16_bits_is_noted(whole: Path, tmp_path: Path) -> None:
+    folder = changed(whole, tmp_path / "changed", "config.json", lambda config: config.update(use_amp=True))
+    (note,) = policy_kind("act").format.assumed({"checkpoint": str(folder)})
+    assert "use_amp is true" in note
+    assert not policy_kind("act").format.assumed({"checkpoint": str(whole)})
+
+
 def test_predictions_are_averaged_as_the_checkpoint_or_the_option_says(whole: Path, tmp_path: Path) -> None:
     """With one action of a chunk that is executed: LeRobot refuses more."""
     entries = {"temporal_ensemble_coeff": 0.01, "n_action_steps": 1}
