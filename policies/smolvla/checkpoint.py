@@ -96,7 +96,11 @@ class Sources:
     def sizes(self) -> SmolVLASizes:
         """Sizes of the network. Raises `PolicyError`."""
         length = None if self.processors is None else self.processors.prompt_length
-        return read_sizes(self.described, self.config, read_backbone(self.backbone), prompt_len=length)
+        backbone = read_backbone(self.backbone)
+        try:
+            return read_sizes(self.described, self.config, backbone, prompt_len=length)
+        except PolicyError as error:  # either of the two may be the wrong one
+            raise PolicyError(f"{error}; its backbone is {self.backbone}") from None
 
 
 def find_sources(checkpoint: str, adapter: str = "", backbone: str = "", saved: str = "") -> Sources:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.files import SHOWN_ERROR, read_json
+from policies.files import SHOWN_ERROR, read_json, shown
 from policies.smolvla.backbone import TOKENIZER, TOKENIZER_CONFIG
 
 AROUND_IMAGES = ("<fake_token_around_image>", "<global-img>", "<fake_token_around_image>")
@@ -55,15 +55,20 @@ class Prompts:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             last = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        except Exception as error:  # the library raises nothing narrower
-            raise PolicyError(f"{path} is no tokenizer: {str(error)[:SHOWN_ERROR]}") from error
+        except BaseException as error:  # the library raises nothing narrower, and panics where a file is damaged
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise PolicyError(f"{path} is no tokenizer: {str(error)[:SHOWN_ERROR]}") from None
         if last >= vocab_size:
             raise PolicyError(f"{path} has more tokens than the network, which knows {vocab_size}")
         self._path, self._length = path, length
         said = folder / TOKENIZER_CONFIG
         named = read_json(said).get("pad_token", PAD) if said.is_file() else PAD
         pad = named.get("content") if isinstance(named, dict) else named
-        found = self._tokenizer.token_to_id(pad) if isinstance(pad, str) else None
+        try:
+            found = self._tokenizer.token_to_id(pad) if isinstance(pad, str) else None
+        except UnicodeEncodeError as error:
+            raise PolicyError(f"{said}: pad_token is {shown(pad)}, which is no text: {error.reason}") from None
         self._pad = 0 if found is None else found
 
     def around_images(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[PolicySpec, dict[str, Any]]] = {
     "language, also by the critic": (SPEC, {"train": ["language"], "critic_trains_network": True}),
     "adapters": (SPEC, {"lora_rank": 2}),
     "adapters on every part": (SPEC, {"lora_rank": 2, "lora_parts": EVERYTHING}),
-    "the expert alone": (SPEC, {"train": ["expert"], "scored": "all", "step_reduction": "mean"}),
+    "the expert alone": (SPEC, {"train": ["expert"], "scored": "all"}),
 }
 DEVICE, DENSITY = laws.law_all_is_computed_on_the_policys_device, laws.law_log_prob_is_the_density_that_act_samples
 MODE = laws.law_imitation_brings_the_mode_to_the_demonstrations
