@@ -1,6 +1,7 @@
 """Environment groups: environments of one task that are stepped together and decided for in one batch.
 
-The rollout loop and the evaluator serve them alike: the one that is ready and has decided least comes first.
+The rollout loop and the evaluator serve them alike: the one that is ready and has decided least comes first. Why these
+are two loops: docs/decisions/0208-evaluator-loop.md.
 """
 
 from __future__ import annotations
