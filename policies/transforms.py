@@ -108,7 +108,7 @@ class Differences(Transform):
 
 @dataclass(frozen=True, config=STRICT)
 class DeltaActions(Differences):
-    """The network says the first numbers of its actions as differences to the state's first numbers."""
+    """The network predicts the first action dimensions relative to the corresponding state dimensions."""
 
     dims: Annotated[int, Field(ge=1)]
     kind: Literal["delta_actions"] = "delta_actions"

@@ -171,7 +171,7 @@ def generator(purpose: int, seed: int, step: int = 0, name: str = "") -> np.rand
 
 
 def direction(draw: np.random.Generator, dimensions: int) -> npt.NDArray[np.float64]:
-    """A unit vector, all directions alike."""
+    """A random unit vector, uniform over all directions."""
     vector = draw.standard_normal(dimensions)
     return vector / np.linalg.norm(vector)
 

@@ -82,7 +82,7 @@ JOINED = {
     "stop_at_return": "stop_at",
     "stop_at_success": "stop_at",
 }
-"""Settings of earlier versions that joined another one, which messages name: with its value where that is another."""
+"""Former settings that are part of another one now. Messages name that one, with its value where the two differ."""
 MOST_PROBLEMS = 5
 """Number of mistakes that one message names."""
 

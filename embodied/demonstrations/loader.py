@@ -27,7 +27,7 @@ from embodied.reporting.live import quiet
 THREADS = 2
 """Threads that read where no processes do. Decoders release Python's lock while they work."""
 AHEAD = 4
-"""Requests that are read ahead, at least."""
+"""Smallest number of requests that are read ahead."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Request:
     rows: Index
     """[B] rows of one dataset, as `Demonstrations` counts them."""
     epoch: int | None
-    """Epoch for which pictures are changed at random; None: they stay as recorded."""
+    """Epoch whose random augmentation is applied to pictures. None: no augmentation."""
 
 
 R = TypeVar("R", bound=Request)

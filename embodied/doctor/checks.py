@@ -194,7 +194,7 @@ def _probe(what: str) -> tuple[bool, str]:
 
 
 def _probing(what: str) -> list[str]:
-    """The command that tries a library."""
+    """The command that tests in a separate process whether a library works."""
     # -P keeps that file's folder off the path: its modules must not hide the standard library's.
     return [sys.executable, "-P", str(Path(__file__).with_name("probes.py")), what]
 

@@ -25,7 +25,7 @@ FILE = "metrics.jsonl"
 SELECTION = "selection.jsonl"
 """File of the evaluations during training."""
 MOST = 2**53
-"""Iterations or env steps: a JSON number holds no more exactly."""
+"""Largest number of iterations or env steps: larger integers are not exact as JSON numbers."""
 
 
 class MetricsError(UserError):

@@ -47,7 +47,7 @@ ADAM_EPS = 1e-8
 MEASURED = 512
 """Rows of the held-out episodes that are measured, evenly spaced."""
 OBSERVED = 4096
-"""Rows whose statistics are taken at once."""
+"""Number of rows whose statistics are computed in one batch."""
 
 
 @dataclass(frozen=True)

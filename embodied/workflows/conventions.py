@@ -22,7 +22,7 @@ from sim_farm.conventions import turns
 from sim_farm.workers.hosts import InProcess
 
 ONE_WAY = frozenset({"simulator", "binary"})
-"""Conventions of the gripper in which an action's sign means the same."""
+"""Gripper conventions that agree on which sign of an action opens and which closes."""
 BY_PROTOCOL = ("env.orientation", "env.gripper", "env.image_size")
 """Settings that a published protocol of evaluations determines."""
 

@@ -351,7 +351,7 @@ class Call:
     given: tuple[Call, ...] = ()
     """Calls whose results are its arguments."""
     wait: Wait | None = None
-    """Begins with the first wait for the result."""
+    """The wait for the result; None before it is first waited for."""
 
     def last_ns(self) -> int:
         return max(process.last_ns() for process in self.processes)
