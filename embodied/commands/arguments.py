@@ -60,7 +60,7 @@ class TrainArguments:
 
     def typed(self, words: Sequence[str]) -> Self:
         """The arguments of a command of these words. Those of a resumed run have the run's settings, except for those
-        that are typed again."""
+        given on the command line."""
         if self.seeds and "seed" in typed_keys(words):
             raise UserError("--seeds names the seed of each run, and --seed one: leave one of them out")
         several = self.seeds or self.sweep
@@ -94,7 +94,7 @@ class SftArguments:
 
     def typed(self, words: Sequence[str]) -> Self:
         """The arguments of a command of these words. Those of a resumed run have the run's settings, except for those
-        that are typed again."""
+        given on the command line."""
         return replace(self, settings=_going_on(self, words, "sft"))
 
 
@@ -255,8 +255,8 @@ class CompareArguments:
 
 @dataclass(frozen=True)
 class InspectArguments:
-    """Print the content of a dataset or a checkpoint. Of a dataset: episodes, frames, each action dimension beside the
-    environment's range, errors, and values that look wrong; a contact sheet and histograms are written to --out. Of a
+    """Print the content of a dataset or a checkpoint. For a dataset: episodes, frames, each action dimension beside the
+    environment's range, errors, and values that look wrong; a contact sheet and histograms are written to --out. For a
     checkpoint: kind, sizes, statistics, processor steps, and other files in its folder."""
 
     path: tyro.conf.Positional[str]

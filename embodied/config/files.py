@@ -204,7 +204,7 @@ def _join(section: dict[str, Any], key: str, former: Mapping[str, Any]) -> None:
 
 
 def _extra_tasks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the further tasks have in place of `env`'s settings."""
+    """Settings of the further tasks, which replace those of `env`."""
     tasks = data.get("extra_tasks")
     return [task for task in tasks if isinstance(task, dict)] if isinstance(tasks, list) else []
 

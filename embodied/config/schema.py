@@ -385,7 +385,7 @@ class PolicyConfig(Section):
     chunk: Annotated[int, Field(ge=1)] = 1
     """Actions per decision, executed open loop."""
     horizon: Annotated[int, Field(ge=0)] = 0
-    """Number of actions that a decision predicts, of which the first `chunk` are executed. 0: as the checkpoint has it,
+    """Number of actions that a decision predicts. The first `chunk` of them are executed. 0: as the checkpoint has it,
     else `chunk`. Demonstrations are learned in pieces of this length."""
     options: dict[str, Any] = {}
     """Options of the policy's kind (docs/adding-a-policy.md). `checkpoint`: the pretrained checkpoint that the policy

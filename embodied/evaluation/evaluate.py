@@ -405,7 +405,7 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
 
 
 def _chunks_of(subject: Subject) -> str:
-    """How many actions are executed of a decision, and how those of several are averaged."""
+    """Sentence about the number of executed actions of a decision, and about averages over several decisions."""
     averaged = "" if subject.ensemble is None else f", temporal ensembling with coefficient {subject.ensemble:g}"
     return f"chunks of {subject.config.policy.chunk}{averaged}"
 

@@ -47,8 +47,8 @@ class Session:
         return found
 
     def describe(self, tasks: Sequence[TaskSpec], farms: Sequence[FarmSpec]) -> tuple[TaskInfo, ...]:
-        """What simulators say of the tasks, before a farm is built. Ray is not started: processes for the workers of
-        `farms` are, and import their simulators meanwhile."""
+        """Ask the simulators for descriptions of the tasks, before a farm is built. Ray is not started; processes for
+        the workers of `farms` are started, and import their simulators meanwhile."""
         host = self.runtime.host
         host.prepare([one for farm in farms for one in farm.processes])
         return tuple(map(host.describe, tasks))

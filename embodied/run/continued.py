@@ -1,4 +1,4 @@
-"""A resumed run: it keeps its settings, except those that are typed again, and its folder records when they changed.
+"""A resumed run keeps its settings, except those given on the command line, and records when they changed.
 
     RUN/config.yaml                 the settings that it trains with now
     RUN/config.until-000040.yaml    those of its iterations up to the 40th, where they were others

@@ -1,4 +1,4 @@
-"""What is refused before a command starts its workers: one table, in the order in which it is checked.
+"""Checks before a command starts its workers: one table, in the order of the checks.
 
 An entry says what it needs, which commands it is for, and the function that raises `UserError`, `PolicyError` or
 `FarmError`. What needs nothing is answered before torch is imported (`check_settings`, by the command line and the
@@ -64,7 +64,7 @@ SIMULATES = (COMMANDS | {AT_END}) - {"plan", "serve"}
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What is checked: a command with its settings, or the evaluation that a training ends with."""
+    """Subject of the checks: a command with its settings, or the evaluation that a training ends with."""
 
     command: str
     config: Config
@@ -75,7 +75,7 @@ class Checked:
     by: Protocol | None = None
     """Protocol of the evaluation; None: that of the settings."""
     infos: tuple[TaskInfo, ...] = ()
-    """What the simulators say of the tasks; empty: they are not asked yet."""
+    """Descriptions of the tasks by their simulators; empty before these are asked."""
 
     @cached_property
     def run(self) -> RunSpec:
@@ -331,8 +331,8 @@ def _contrasts(checked: Checked) -> None:
     if recipe.objective == "contrast" and not policy_kind(policy.kind).format.contrasts(policy.architecture):
         raise UserError(
             f"the workflow {config.workflow} contrasts the velocities of one drawn step, which the policy "
-            f"{policy.kind} has not as it is: take a flow policy (flow, pi0, smolvla) that scores one step of a "
-            "decision, or another workflow"
+            f"{policy.kind} does not have with these options: take a flow policy (flow, pi0, smolvla) that scores one "
+            "step of a decision, or another workflow"
         )
 
 
@@ -353,7 +353,7 @@ def _converted_once(checked: Checked) -> None:
 
 
 def _begun_alike(checked: Checked) -> None:
-    """The conventions are those of the policy that the run begins with: of the run that is resumed, else of
+    """The run has the conventions of the policy that it begins with: those of a resumed run's record, else those of
     `policy.init`. No reward teaches others; demonstrations may."""
     from embodied.run.saved_settings import recorded_settings
     from embodied.workflows.conventions import check_alike, check_checkpoint
@@ -589,8 +589,8 @@ def check_start(checked: Checked) -> None:
 
 
 def check_tasks(checked: Checked, session: Session) -> None:
-    """Check the tasks whose simulators are not quick: they are asked in processes, of which the farm's workers will be
-    some. Ray and the farm are not started."""
+    """Check the tasks whose simulators are not quick: they are asked in processes, which the farm then uses for
+    its workers. Ray and the farm are not started."""
     if not checked.is_quick:
         here = not checked.config.farm.nodes
         farms = tuple(_farms(checked, at_once=True)) if here else ()

@@ -53,7 +53,7 @@ class ActSizes:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the network is shown, normalised."""
+    """Normalised inputs of the network."""
 
     pixels: Tensor
     """[B, K, 3, H, W] float32."""

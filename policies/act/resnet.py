@@ -1,4 +1,4 @@
-"""ResNet-18 and ResNet-34 without their classifier (He et al. 2016, arXiv 1512.03385), batch norms frozen.
+"""ResNet-18 and ResNet-34 (He et al. 2016, arXiv 1512.03385) without the classifier and with frozen batch norms.
 
 The tensors have torchvision's names. B pictures of H x W pixels, W the width of the first layers, 64 as published.
 """

@@ -1,1 +1,1 @@
-"""What vision-language-action models with a flow-matching action expert share: pi0 and SmolVLA."""
+"""Shared parts of vision-language-action models with a flow-matching action expert: pi0 and SmolVLA."""

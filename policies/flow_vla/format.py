@@ -1,4 +1,4 @@
-"""What the folders of flow-matching vision-language-action models have in common, whatever their layout."""
+"""Shared parts of the folder formats of flow-matching vision-language-action models."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from policies.lerobot.processors import ACTION, PRE, STATE, Feature, Processors
 
 
 class Described(Protocol):
-    """What a directory says of its inputs and outputs."""
+    """Inputs and outputs of a network, as its directory declares them."""
 
     @property
     def described(self) -> Path:

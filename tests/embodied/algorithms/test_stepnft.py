@@ -153,12 +153,15 @@ def test_a_run_learns_from_episodes(scored: str, tmp_path: Path) -> None:
         ({"loss": {}}, "has a loss for each action, and loss.ratio_unit is chunk: set it to action"),
         (
             {"policy": {"kind": "gaussian_mlp"}, "env": {}},
-            "drawn step, which the policy gaussian_mlp has not",
+            "drawn step, which the policy gaussian_mlp does not have",
         ),
-        ({"policy": {"kind": "flow", "options": {"joint": True}}, "env": {}}, "which the policy flow has not as it is"),
+        (
+            {"policy": {"kind": "flow", "options": {"joint": True}}, "env": {}},
+            "policy flow does not have with these options",
+        ),
         (
             {"policy": {"kind": "pi0", "options": {"scored": "learned"}}, "env": {}},
-            "the policy pi0 has not as it is",
+            "the policy pi0 does not have with these options",
         ),
         ({"advantage": {"outcome": "return"}}, "has no outcome of an episode"),
         (
