@@ -1,7 +1,7 @@
 """The contract of policies: `act` on inputs and given noise, `evaluate` the same decision again under new weights.
 
 Symbols in shapes: B batch, C actions of a chunk, A action dimensions, S state, P proprioception,
-H x W pixels, Z noise numbers.
+H x W pixels, Z noise numbers, K observations of a decision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from policies.errors import PolicyError as PolicyError
 
 @dataclass(frozen=True)
 class Inputs:
-    """Raw observations of a batch. Preprocessing is the policy's own, batched, on its device."""
+    """Raw observations of a batch. Preprocessing is the policy's own, batched, on its device.
+
+    For a policy that looks at K > 1 observations (`PolicySpec.observations`) state, proprioception and frames have an
+    axis of K behind the batch's, the present observation last: [B, K, S], [B, K, P], [B, K, H, W, 3].
+    """
 
     state: Tensor | None = None
     """[B, S] float32, the simulator's full state."""
@@ -121,6 +125,11 @@ class PolicySpec:
     (`PolicyKind.scales_to_bounds`); empty: all are -1."""
     action_high: tuple[float, ...] = ()
     """[A] upper bounds; empty: all are 1."""
+    observations: int = 1
+    """K: observations that a decision is made on, the present one among them. The first observation of an episode
+    stands for those before it."""
+    distance: int = 1
+    """Env steps from each of the K observations to the next."""
 
     @property
     def predicted(self) -> int:

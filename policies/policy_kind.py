@@ -54,6 +54,11 @@ class PolicyFormat:
         (`Ensembles.ensemble`), whether an option or a file gives it; None: it does not average."""
         return None
 
+    def observations(self, architecture: Mapping[str, Any]) -> tuple[int, int]:
+        """Number of observations that a decision is made on, and env steps from each to the next
+        (`PolicySpec.observations`, `PolicySpec.distance`)."""
+        return 1, 1
+
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Conventions of the environment (`orientation`, `gripper`) that the policy converts itself: the option that
         does it, and the convention that it converts from. With another one the network would see or do what it was

@@ -28,6 +28,8 @@ from policies.policy_kind import PolicyKind
 
 LARGEST, LARGEST_IMAGE, LARGEST_VOCABULARY = 2**16, 4096, 2**20
 """Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
+LARGEST_HISTORY = 64
+"""Most observations of a decision, and largest distance of two."""
 
 
 REQUIRED = ("act", "evaluate", "value", "architecture")
@@ -74,6 +76,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     check_actions(kind, spec)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
+    spec = _with_observations(kind, spec, found.format.observations(architecture))
     for name, size in vars(spec).items():
         largest = {"image_size": LARGEST_IMAGE, "discrete_actions": LARGEST_VOCABULARY}.get(name, LARGEST)
         if type(size) is int and not 0 <= size <= largest:
@@ -94,6 +97,22 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     policy.kind = kind  # the name by which a checkpoint's reader finds the class again
     check_names(policy)
     return policy
+
+
+def _with_observations(kind: str, spec: PolicySpec, own: tuple[int, int]) -> PolicySpec:
+    """The spec with the policy's own number of observations and their distance.
+
+    Raises `PolicyError` for numbers that no policy has, and for a spec of another policy's.
+    """
+    given = (spec.observations, spec.distance)
+    if min(own) < 1 or max(own) > LARGEST_HISTORY:
+        raise PolicyError(f"{kind} has observations {own[0]} and distance {own[1]}: each is of 1 to {LARGEST_HISTORY}")
+    if given not in ((1, 1), own):
+        raise PolicyError(
+            f"{kind} decides on {own[0]} observations at a distance of {own[1]} env steps, and the spec has {given[0]} "
+            f"at {given[1]}: leave them out of the spec, or build a policy of that history"
+        )
+    return replace(spec, observations=own[0], distance=own[1])
 
 
 def check(kind: str, architecture: Mapping[str, Any]) -> None:

@@ -30,13 +30,13 @@ ROWS_TOLERANCE = 1e-5
 def random_inputs(spec: PolicySpec, rows: int, seed: int) -> Inputs:
     """Inputs that a policy of this spec may see: states off centre, noise as frames."""
     g = torch.Generator().manual_seed(seed)
-    size = spec.image_size
+    size, seen = spec.image_size, (rows, spec.observations) if spec.observations > 1 else (rows,)
     frames = {
-        name: torch.randint(0, 256, (rows, size, size, 3), generator=g, dtype=torch.uint8) for name in spec.cameras
+        name: torch.randint(0, 256, (*seen, size, size, 3), generator=g, dtype=torch.uint8) for name in spec.cameras
     }
     return Inputs(
-        state=3 + 2 * torch.randn(rows, spec.state_dim, generator=g) if spec.state_dim else None,
-        proprio=0.1 * torch.randn(rows, spec.proprio_dim, generator=g) if spec.proprio_dim else None,
+        state=3 + 2 * torch.randn(*seen, spec.state_dim, generator=g) if spec.state_dim else None,
+        proprio=0.1 * torch.randn(*seen, spec.proprio_dim, generator=g) if spec.proprio_dim else None,
         frames=frames,
     )
 
