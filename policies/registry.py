@@ -95,6 +95,12 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
         make: Any = found.policy_for(architecture)
         policy: Policy = make(spec, found.options(**architecture)) if found.options else make(spec, **architecture)
     policy.kind = kind  # the name by which a checkpoint's reader finds the class again
+    if (policy.spec.observations, policy.spec.distance) != (spec.observations, spec.distance):
+        raise PolicyError(
+            f"the policy {kind} has a spec of {policy.spec.observations} observations at a distance of "
+            f"{policy.spec.distance}, and its format says {spec.observations} at {spec.distance}: give its PolicyKind "
+            "a PolicyFormat whose `observations` says what the policy reads"
+        )
     check_names(policy)
     return policy
 

@@ -1,11 +1,13 @@
 """Encoders: raw inputs to a feature vector per row, and the running normalisation of vectors.
 
-Rows never meet: no batch statistics anywhere.
+Rows never meet: no batch statistics anywhere. Of K > 1 observations (`PolicySpec.observations`) all are read, and the
+statistics are of the present one alone: each observation is the present one of one decision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from policies.capabilities import Normalised
 from policies.contract import Inputs, PolicyError, PolicySpec
 from policies.layers import HIDDEN_GAIN, MOST_LAYERS, checked_widths, mlp, orthogonal
+from policies.policy_kind import PolicyFormat
 
 EPS = 1e-8
 CLIP = 10.0
@@ -78,13 +81,33 @@ CONVOLUTIONS = ((4, 4, 0), (3, 2, 1), (3, 2, 1))
 into patches: a third of the time of overlapping 8 x 8 windows. 128 pixels become a grid of 8 x 8."""
 
 
-def vector(inputs: Inputs, name: str, size: int) -> Tensor:
-    """The field `name` of the inputs as [B, size], or a `PolicyError` that says what is there instead."""
+class HistoryFormat(PolicyFormat):
+    """This project's layout, of a policy whose options `observations` and `distance` say what it decides on."""
+
+    def observations(self, architecture: Mapping[str, Any]) -> tuple[int, int]:
+        return architecture.get("observations", 1), architecture.get("distance", 1)
+
+
+def vector(inputs: Inputs, name: str, size: int, observations: int = 1) -> Tensor:
+    """The field `name` of the inputs as [B, size], [B, K, size] for K > 1 observations. Raises `PolicyError` that names
+    the shape that is there instead."""
     found = getattr(inputs, name)
-    if found is None or found.shape[-1] != size:
+    wanted = (size,) if observations == 1 else (observations, size)
+    if found is None or found.shape[1:] != wanted:
         shape = "nothing" if found is None else list(found.shape)
-        raise PolicyError(f"the policy reads {name} [B, {size}], the inputs have {shape}")
+        raise PolicyError(f"the policy reads {name} {shown_rows(*wanted)}, the inputs have {shape}")
     return found
+
+
+def present(inputs: Inputs, name: str, size: int, observations: int = 1) -> Tensor:
+    """[B, size]: the field `name` of the present observation."""
+    found = vector(inputs, name, size, observations)
+    return found if observations == 1 else found[:, -1]
+
+
+def shown_rows(*shape: int) -> str:
+    """The shape of B rows in a message: `[B, 4, 7]`."""
+    return f"[{', '.join(['B', *map(str, shape)])}]"
 
 
 class Encoder(nn.Module):
@@ -105,25 +128,25 @@ class Encoder(nn.Module):
 
 
 class StateEncoder(Encoder):
-    """The normalised state through two tanh layers. Reads `state` alone."""
+    """The normalised state through two tanh layers. Reads `state` alone; several observations are joined."""
 
     def __init__(self, spec: PolicySpec, features: int) -> None:
         super().__init__()
         if spec.state_dim < 1:
             raise PolicyError("a policy on states needs spec.state_dim of at least 1, got 0")
-        self.state_dim = spec.state_dim
+        self.state_dim, self.observations = spec.state_dim, spec.observations
         self.size = features
         self.normalizer = Normalizer(spec.state_dim)
         self.net = nn.Sequential(
-            mlp(spec.state_dim, [features], features, last_gain=HIDDEN_GAIN),
+            mlp(spec.observations * spec.state_dim, [features], features, last_gain=HIDDEN_GAIN),
             nn.Tanh(),
         )
 
     def forward(self, inputs: Inputs) -> Tensor:
-        return self.net(self.normalizer(vector(inputs, "state", self.state_dim)))
+        return self.net(self.normalizer(vector(inputs, "state", self.state_dim, self.observations)).flatten(1))
 
     def observe(self, inputs: Inputs) -> None:
-        self.normalizer.observe(vector(inputs, "state", self.state_dim))
+        self.normalizer.observe(present(inputs, "state", self.state_dim, self.observations))
 
     def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
         return [self.normalizer.beside("state", vector(inputs, "state", self.state_dim))]
@@ -133,7 +156,8 @@ class CnnEncoder(Encoder):
     """The frames of all cameras through one small CNN, beside the normalised proprioception and state.
 
     The cameras' channels are concatenated, in the order of the spec, so that a further camera costs one wider
-    first layer and no second network. The grid is flattened into a linear layer, since where things are
+    first layer and no second network. So are the frames of several observations of one camera, the oldest first, as is
+    usual since DQN. The grid is flattened into a linear layer, since where things are
     matters, then LayerNorm and tanh bound the features, as is usual for reinforcement learning from pixels
     (DrQ, arXiv 2004.13649). Proprioception and state join after that, at full precision. Reads `frames` and, where
     the spec has them, `proprio` and `state`.
@@ -155,9 +179,10 @@ class CnnEncoder(Encoder):
         self.cameras = spec.cameras
         self.image_size = spec.image_size
         self.proprio_dim, self.state_dim = spec.proprio_dim, spec.state_dim
-        self.size = features + spec.proprio_dim + spec.state_dim
+        self.observations = spec.observations
+        self.size = features + spec.observations * (spec.proprio_dim + spec.state_dim)
         layers: list[nn.Module] = []
-        below, grid = 3 * len(spec.cameras), spec.image_size
+        below, grid = 3 * spec.observations * len(spec.cameras), spec.image_size
         for width, (kernel, stride, padding) in zip(channels, CONVOLUTIONS, strict=True):
             layers += [orthogonal(nn.Conv2d(below, width, kernel, stride, padding)), nn.ReLU(inplace=True)]
             for _ in range(extra_layers):
@@ -173,8 +198,8 @@ class CnnEncoder(Encoder):
         self.state_normalizer = Normalizer(spec.state_dim) if spec.state_dim else None
 
     def forward(self, inputs: Inputs) -> Tensor:
-        frames = [self._frame(inputs, name) for name in self.cameras]
-        # Each camera's bytes are converted straight into its channels; joined as bytes they would be copied twice.
+        frames = [frame for name in self.cameras for frame in self._frames(inputs, name)]
+        # Each frame's bytes are converted straight into its channels; joined as bytes they would be copied twice.
         pixels = torch.empty(*frames[0].shape[:3], 3 * len(frames), device=frames[0].device)
         for i, frame in enumerate(frames):
             pixels[..., 3 * i : 3 * i + 3] = frame
@@ -184,33 +209,35 @@ class CnnEncoder(Encoder):
         grid = self.convolutions(scaled).permute(0, 2, 3, 1)
         found = [self.head(grid.flatten(1))]
         if self.normalizer is not None:
-            found.append(self.normalizer(vector(inputs, "proprio", self.proprio_dim)))
+            found.append(self.normalizer(vector(inputs, "proprio", self.proprio_dim, self.observations)).flatten(1))
         if self.state_normalizer is not None:
-            found.append(self.state_normalizer(vector(inputs, "state", self.state_dim)))
+            found.append(self.state_normalizer(vector(inputs, "state", self.state_dim, self.observations)).flatten(1))
         return torch.cat(found, -1) if len(found) > 1 else found[0]
 
     def observe(self, inputs: Inputs) -> None:
         if self.normalizer is not None:
-            self.normalizer.observe(vector(inputs, "proprio", self.proprio_dim))
+            self.normalizer.observe(present(inputs, "proprio", self.proprio_dim, self.observations))
         if self.state_normalizer is not None:
-            self.state_normalizer.observe(vector(inputs, "state", self.state_dim))
+            self.state_normalizer.observe(present(inputs, "state", self.state_dim, self.observations))
 
     def normalised_numbers(self, inputs: Inputs) -> Sequence[Normalised]:
         parts = (("proprio", self.normalizer, self.proprio_dim), ("state", self.state_normalizer, self.state_dim))
         return [one.beside(name, vector(inputs, name, size)) for name, one, size in parts if one is not None]
 
-    def _frame(self, inputs: Inputs, camera: str) -> Tensor:
+    def _frames(self, inputs: Inputs, camera: str) -> Sequence[Tensor]:
+        """K tensors uint8 [B, H, W, 3]: the camera's frames, the oldest first."""
         frame = inputs.frames.get(camera)
         if frame is None:
             given = ", ".join(inputs.frames) or "none"
             raise PolicyError(f"the policy reads the camera {camera!r}, the inputs have: {given}")
-        size = self.image_size
-        if frame.dtype != torch.uint8 or frame.shape[1:] != (size, size, 3):
+        picture = (self.image_size, self.image_size, 3)
+        wanted = picture if self.observations == 1 else (self.observations, *picture)
+        if frame.dtype != torch.uint8 or frame.shape[1:] != wanted:
             raise PolicyError(
-                f"frames of {camera!r} must be uint8 [B, {size}, {size}, 3], "
+                f"frames of {camera!r} must be uint8 {shown_rows(*wanted)}, "
                 f"got {str(frame.dtype).removeprefix('torch.')} {list(frame.shape)}"
             )
-        return frame
+        return [frame] if self.observations == 1 else frame.unbind(1)
 
 
 def _state(spec: PolicySpec, features: int, channels: Sequence[int], extra_layers: int) -> Encoder:

@@ -16,8 +16,8 @@ from policies.capabilities import Normalised
 from policies.contract import Action, Contrast, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.denoising import Denoising, Field
 from policies.layers import checked_noise, checked_widths, counted_mean, mlp, only_counted, orthogonal, time_embedding
-from policies.policy_kind import PolicyFormat, PolicyKind
-from policies.small.encoders import CHANNELS, ENCODERS, Encoder, Normalizer, vector
+from policies.policy_kind import PolicyKind
+from policies.small.encoders import CHANNELS, ENCODERS, Encoder, HistoryFormat, Normalizer, present
 
 TIME_DIM = 32
 """Width of the time embedding."""
@@ -69,13 +69,16 @@ class VelocityNet(nn.Module):
 
 
 class StateCritic(nn.Module):
-    """[B] the value of the simulator's state, with separate statistics and a separate network."""
+    """[B] the value of the simulator's present state, with separate statistics and a separate network.
+
+    Earlier states would add nothing: the simulator's next state depends on the present one alone.
+    """
 
     def __init__(self, spec: PolicySpec, widths: Sequence[int]) -> None:
         super().__init__()
         if spec.state_dim < 1:
             raise PolicyError("a critic on states needs the policy to read the state: add it to policy.reads")
-        self.state_dim = spec.state_dim
+        self.state_dim, self.observations = spec.state_dim, spec.observations
         self.normalizer = Normalizer(spec.state_dim)
         self.net = mlp(spec.state_dim, widths, 1, last_gain=1.0)
 
@@ -83,11 +86,11 @@ class StateCritic(nn.Module):
         return self.net(self.seen(inputs)).squeeze(-1)
 
     def observe(self, inputs: Inputs) -> None:
-        self.normalizer.observe(vector(inputs, "state", self.state_dim))
+        self.normalizer.observe(present(inputs, "state", self.state_dim, self.observations))
 
     def seen(self, inputs: Inputs) -> Tensor:
-        """[B, S] the state in its deviations, as the network reads it."""
-        return self.normalizer(vector(inputs, "state", self.state_dim))
+        """[B, S] the present state in its deviations, as the network reads it."""
+        return self.normalizer(present(inputs, "state", self.state_dim, self.observations))
 
 
 class FlowPolicy(Policy):
@@ -114,7 +117,8 @@ class FlowPolicy(Policy):
     to the actor's parameters. "state" reads `state` alone, "cnn" reads `frames`, `proprio` and `state`.
 
     With `critic_reads_state` the critic has its own network on the simulator's state, which it needs in
-    training only (asymmetric actor-critic, Pinto et al., arXiv 1710.06542). The actor never reads it: where
+    training only (asymmetric actor-critic, Pinto et al., arXiv 1710.06542); of several observations it reads the
+    present one. The actor never reads it: where
     no state is given, `act` decides as ever and its values are NaN. `state_loss` weighs an auxiliary loss beside it:
     the error e of the normalised state, predicted by one hidden layer from the encoder's features, mean over the
     state's numbers. It is e^2 up to a deviation and 2 |e| - 1 from there on (twice Huber's loss): numbers that hardly
@@ -142,9 +146,12 @@ class FlowPolicy(Policy):
         noise_level: float = 0.5,
         start_std: float = 0.3,
         joint: bool = False,
+        observations: int = 1,
+        distance: int = 1,
     ) -> None:
         """`channels` and `extra_layers` make the CNN wider and deeper; `steps` is N, `noise_level` scales the SDE's
-        noise, `start_std` is the untrained ODE's spread."""
+        noise, `start_std` is the untrained ODE's spread. A decision is made on `observations` K, `distance` env steps
+        from each to the next."""
         super().__init__()
         if encoder not in ENCODERS:
             raise PolicyError(f"encoder must be one of {', '.join(ENCODERS)}, got {encoder!r}")
@@ -155,7 +162,7 @@ class FlowPolicy(Policy):
                 f"state_loss is a weight of at least 0 and takes critic_reads_state, got {state_loss} with "
                 f"critic_reads_state {critic_reads_state}"
             )
-        self.spec = spec
+        self.spec = spec = replace(spec, observations=observations, distance=distance)
         self.size = spec.predicted * spec.action_dim
         self.range = ActionRange(spec)
         executed = None if spec.predicted == spec.chunk else range(spec.chunk * spec.action_dim)
@@ -174,6 +181,7 @@ class FlowPolicy(Policy):
             widths=list(widths), critic_widths=list(critic_widths),
             critic_trains_encoder=critic_trains_encoder, critic_reads_state=critic_reads_state,
             state_loss=float(state_loss), steps=steps, noise_level=noise_level, start_std=start_std, joint=joint,
+            observations=observations, distance=distance,
         )  # fmt: skip
         seen = replace(spec, state_dim=0) if critic_reads_state and encoder == "cnn" else spec
         self.encoder: Encoder = ENCODERS[encoder](seen, features, channels, extra_layers)
@@ -258,7 +266,7 @@ class FlowPolicy(Policy):
         return self.value_head(features).squeeze(-1)
 
 
-class FlowFormat(PolicyFormat):
+class FlowFormat(HistoryFormat):
     """This project's layout."""
 
     def contrasts(self, architecture: Mapping[str, Any]) -> bool:

@@ -69,7 +69,25 @@ CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
         {**SMALL, "encoder": "cnn", "features": 32, "joint": True},
     ),
 }
+HISTORY: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
+    "gaussian_mlp, three observations": ("gaussian_mlp", STATE, {**SMALL, "observations": 3, "distance": 2}),
+    "flow, state, two observations": ("flow", STATE, {**SMALL, "features": 32, "observations": 2}),
+    "flow, two cameras and a state, three observations": (
+        "flow",
+        replace(IMAGE, cameras=("base", "wrist"), state_dim=5),
+        {**SMALL, "encoder": "cnn", "features": 32, "observations": 3, "distance": 4},
+    ),
+    "flow, one camera, and the present state is predicted": (
+        "flow",
+        replace(IMAGE, state_dim=5),
+        {**SMALL, "encoder": "cnn", "features": 32, "critic_reads_state": True, "state_loss": 1.0, "observations": 2},
+    ),
+}
+"""Policies that decide on several observations."""
+CASES |= HISTORY
 OFTEN = (
+    "gaussian_mlp, three observations",
+    "flow, two cameras and a state, three observations",
     "gaussian_mlp, chunk of 4",
     "categorical_mlp, chunk of 6",
     "flow, state, two of four actions, every step",
@@ -80,7 +98,7 @@ OFTEN = (
 def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy:
     """A policy as after some training: statistics observed, no parameter at its initial value."""
     policy = policies.build(kind, spec, seed=0, **architecture)
-    policy.observe(laws.random_inputs(spec, 100, seed=5))
+    policy.observe(laws.random_inputs(policy.spec, 100, seed=5))
     laws.perturb(policy, 0.05, seed=6)
     return policy
 
@@ -88,15 +106,15 @@ def trained(kind: str, spec: PolicySpec, architecture: dict[str, Any]) -> Policy
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_obeys(case, law):
-    kind, spec, architecture = CASES[case]
-    law(trained(kind, spec, architecture), laws.random_inputs(spec, 6, seed=7))
+    policy = trained(*CASES[case])
+    law(policy, laws.random_inputs(policy.spec, 6, seed=7))
 
 
 @pytest.mark.parametrize("law", laws.IMITATION_LAWS, ids=lambda law: law.__name__)
 @pytest.mark.parametrize("case", often(OFTEN, CASES))
 def test_policy_imitates(case, law):
-    kind, spec, architecture = CASES[case]
-    law(trained(kind, spec, architecture), laws.random_inputs(spec, 6, seed=7))
+    policy = trained(*CASES[case])
+    law(policy, laws.random_inputs(policy.spec, 6, seed=7))
 
 
 def test_a_policy_without_weights_cannot_imitate():
