@@ -108,11 +108,11 @@ OUTCOME = (
     "steps", "reward", "success", "terminated", "truncated", "draw_final",
     "active", "episode", "episode_step", "start", "retold", "times_ns",
 )  # fmt: skip
-OBSERVED = ("state", "proprio")
-SHOWN = ("scene",)
+OBSERVED = ("state", "proprio", "past_state", "past_proprio")
+SHOWN = ("scene", "past_scene")
 TOLD = ("instruction",)
-ENDED = ("final_state", "final_proprio", "fault")
-DRAWN = ("final_scene",)
+ENDED = ("final_state", "final_proprio", "final_past_state", "final_past_proprio", "fault")
+DRAWN = ("final_scene", "final_past_scene")
 ANSWER_BYTES = 64 * 2**10
 """Largest answer: a group whose answer would be longer is requested in parts. Ray carries up to 100 KB in the reply
 itself and more through object stores, which is slower; and the first part is drawn while the next is simulated."""

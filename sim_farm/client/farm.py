@@ -32,6 +32,7 @@ from sim_farm.client.task_farm import (
     WorkerTimeout,
     check_snapshot,
     check_spec,
+    count_own_rows,
     without_episodes_under_way,
 )
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo
@@ -93,7 +94,7 @@ class Farm:
         for spec, info, block in zip(specs, infos, slots, strict=True):
             memory = WorkerMemory(block, bell, frames)
             tasks.append(TaskFarm(spec, info, memory, first_row, first_group, several=len(specs) > 1))
-            first_row += 2 * spec.num_envs
+            first_row += count_own_rows(spec)
             first_group += spec.groups
         self.tasks: tuple[TaskFarm, ...] = tuple(tasks)
         self._groups: tuple[Group, ...] = tuple(group for task in tasks for group in task.groups)
@@ -111,7 +112,8 @@ class Farm:
 
         `host` is one for all tasks or one for each. Worker j of task i is pinned to core `cores[i][j % len(cores[i])]`
         if any are given. `frame_rows` is the size of the frame memory, or finds it from what the tasks answer; None has
-        two rows for every environment, one for its observation and one for the final observation of an episode.
+        every task's own rows: two for every environment, one for its observation and one for the final observation of
+        an episode; more where decisions look back.
 
         Raises `FarmError`, before a worker is started, when a task's environments cannot be dealt out evenly, tasks
         differ in what they must share, or memory is short.
@@ -127,6 +129,12 @@ class Farm:
             each.prepare([one for spec, its in zip(specs, hosts, strict=True) if its is each for one in spec.processes])
         infos = tuple(each.describe(spec.task) for each, spec in zip(hosts, specs, strict=True))
         check_alike(infos)
+        for spec, info in zip(specs, infos, strict=True):
+            if spec.observations > 1 and info.turns > 1:
+                raise FarmError(
+                    f"{spec.task.name} has episodes of {info.turns} turns, whose ends cut chunks short, and decisions "
+                    f"on {spec.observations} observations follow whole chunks: take a policy of one observation"
+                )
         rows = frame_rows(infos) if callable(frame_rows) else frame_rows
         farm = cls(specs, infos, *reserve(specs, infos, hosts[0].shared, rows))
         try:
@@ -175,7 +183,7 @@ class Farm:
     def reset(self, group: int, rows: Int | None = None) -> None:
         """Begin each environment's first episode (or, after `restore`, continue where the snapshot was taken).
 
-        `rows` [B] are as for `submit`.
+        `rows` [B] are as for `submit`; where decisions look back they are [B, 1 + U] (`FrameRows.at_reset`).
         """
         self._groups[group].reset(rows)
 
@@ -191,7 +199,9 @@ class Farm:
 
         `rows` [B] says into which rows of the frame memory the environments' next observations are drawn, `final_rows`
         [B] where the final observation of an episode goes that ends in this chunk. None: the environments' own rows,
-        which are the first ones of the memory: 2 x the number of environments of all tasks.
+        which are the first ones of the memory. Where decisions look back (`FarmSpec.observations`), `rows` are
+        [B, 1 + J] and `final_rows` [B, 1 + F], with rows for the earlier observations that are drawn too
+        (`FrameRows.at`, `ObservationHistory.final`).
 
         `next_seeds` [B], of `SeededEpisodes` alone, are the seeds of the episodes that begin where one ends in this
         chunk. None: those environments rest until `begin`.
@@ -410,13 +420,13 @@ def _prefix(task: int) -> str:
 def reserve(
     specs: Sequence[FarmSpec], infos: Sequence[TaskInfo], shared: bool, frame_rows: int | None
 ) -> tuple[list[Block], Block, FrameMemory | None]:
-    """Each task's slots, the client's bell, and the frame memory where there are cameras; of `frame_rows`, or with two
-    rows for every environment.
+    """Each task's slots, the client's bell, and the frame memory where there are cameras; of `frame_rows`, or with the
+    tasks' own rows.
 
     Raises `FarmError`, before any is taken, unless all of it fits.
     """
     cameras, size = len(infos[0].cameras), infos[0].spec.image_size
-    rows = 2 * sum(spec.num_envs for spec in specs) if frame_rows is None else frame_rows
+    rows = sum(map(count_own_rows, specs)) if frame_rows is None else frame_rows
     fields = [slot_fields(spec, info) for spec, info in zip(specs, infos, strict=True)]
     if shared:
         needs = {"the farm's slots": sum(size_of(each) for each in fields)}

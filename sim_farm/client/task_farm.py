@@ -14,9 +14,10 @@ import numpy as np
 
 from sim_farm.catalogue import exact_split
 from sim_farm.client import health
-from sim_farm.client.observations import Int, Observations, read
+from sim_farm.client.observations import FramePlaces, Int, Observations, read
 from sim_farm.contract import Bool, FarmError, Float32, TaskInfo, TaskSpec
 from sim_farm.episodes import ANY
+from sim_farm.observation_history import FrameRows
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
 from sim_farm.shared_memory.slot_layout import FINAL_FRAMES, FarmSpec, GroupSlots, WorkerMemory
@@ -58,14 +59,28 @@ class Group:
         """[B] indices of the group's environments within their task, in the order of its rows."""
         self._workers = sorted({task.spec.worker_of(env) for env in self.envs.tolist()})
         self._ticket = 0
-        self._own_rows = first_row + self.envs
+        self._history = task.spec.history
+        self._own_rows = own_rows(task.spec, first_row)
+        finals = first_row + self._own_rows.count + task.spec.num_envs * np.arange(1 + self._history.final)
+        self._own_final_rows: Int = finals + self.envs[:, None]
+        self._turn = 0
+        """Place of the next observations in the ring of the task's own rows."""
+        # -1: without cameras.
+        self._rows: Int = np.full((len(self.envs), 1 + len(self._history.kept)), -1)
+        """[B, 1 + U] rows of the present observations, and of earlier ones that decisions may refer to."""
+        self._final_rows: Int = np.full((len(self.envs), self._history.observations), -1)
+        """[B, K] rows of the observations of an episode that has ended in the last chunk, its final one last."""
 
     def reset(self, rows: Int | None) -> None:
         """See `Farm.reset`."""
         if self.state is GroupState.SUBMITTED:
             raise GroupError(f"group {self.number} is submitted; collect it before a reset")
         self._require_renderers()
-        self._place_frames(rows, None, ends=False)
+        if self.task.memory.frames is not None:
+            own = self._own_rows.at_reset(self._turn, self.envs)
+            self._rows = self._checked("rows", own if rows is None else rows, self._rows.shape[1])
+            self._slots.put("frame_row", self._rows[:, 0])
+            self._slots.put("past_row", self._rows[:, 1:])
         self._request(slot_layout.RESET)
 
     def submit(self, actions: Float32, rows: Int | None, final_rows: Int | None, next_seeds: Int | None = None) -> None:
@@ -74,7 +89,7 @@ class Group:
             raise GroupError(f"group {self.number} is {self.state.value}; collect it before submitting")
         self._require_renderers()
         self._put_actions(actions)
-        self._place_frames(rows, final_rows, ends=self.task.spec.final_frames != "never")
+        self._place_frames(rows, final_rows)
         self._slots.put("next_start", np.full(len(self.envs), ANY) if next_seeds is None else next_seeds)
         self._request(slot_layout.STEP)
 
@@ -84,10 +99,12 @@ class Group:
             raise GroupError(f"group {self.number} is submitted; collect it before an episode is begun")
         if self.state is GroupState.IDLE and not which.all():
             raise GroupError(f"group {self.number} is not yet reset; begin an episode in all of its environments first")
+        if self._history.observations > 1:
+            raise GroupError("episodes are begun one by one where a decision is made on one observation: use `reset`")
         self._require_renderers()
         if actions is not None:
             self._put_actions(actions)
-        self._place_frames(None, None, ends=self.task.spec.final_frames != "never")
+        self._place_frames(None, None)
         slots = self._slots
         slots.put("base_episode", slots.get("base_episode") + which)
         slots.put("base_step", np.where(which, 0, slots.get("base_step")))
@@ -107,7 +124,11 @@ class Group:
         """The observations, once they are done; the group is then collected."""
         slots, task = self._slots, self.task
         fresh = slots.get("requested") == self._ticket
-        seen = read(task.slots, slots, task.info, task.memory.frames, fresh)
+        begun = slots.get("episode_step") == 0
+        self._rows[begun] = self._rows[begun, :1]  # the first observation stands for those before it
+        rows = self._history.looked_at(self._rows)
+        places = FramePlaces(task.memory.frames, task.info.cameras, rows, self._final_rows)
+        seen = read(task.slots, slots, self._history, places, fresh)
         slots.put("base_episode", seen.episode)
         slots.put("base_step", seen.episode_step)
         slots.put("base_start", np.where(seen.active, seen.start, ANY))
@@ -161,24 +182,40 @@ class Group:
         self.state = GroupState.SUBMITTED
         self.task.ring(self._workers)
 
-    def _place_frames(self, rows: Int | None, final_rows: Int | None, ends: bool) -> None:
+    def _place_frames(self, rows: Int | None, final_rows: Int | None) -> None:
         """Choose the rows of the next observations and, if an episode's end may be drawn, of the final ones."""
         if self.task.memory.frames is None:
             return
-        self._place("frame_row", self._own_rows if rows is None else rows, "rows")
-        if ends:
-            own = self._own_rows + self.task.spec.num_envs
-            self._place("final_row", own if final_rows is None else final_rows, "final_rows")
+        history, slots = self._history, self._slots
+        if self.task.spec.final_frames != "never":
+            given = self._own_final_rows if final_rows is None else final_rows
+            ends = self._checked("final_rows", given, 1 + history.final)
+            slots.put("final_row", ends[:, 0])
+            slots.put("final_past_row", ends[:, 1:] if history.final else np.full((len(ends), len(history.back)), -1))
+            earlier = ends[:, 1:] if history.final else history.looked_at_last(self._rows)
+            self._final_rows = np.concatenate([earlier, ends[:, :1]], axis=1)
+        self._turn = (self._turn + 1) % self._own_rows.turns
+        own = self._own_rows.at(self._turn, self.envs)
+        drawn = self._checked("rows", own if rows is None else rows, 1 + history.new)
+        self._rows = history.moved_on(self._rows, drawn)
+        slots.put("frame_row", drawn[:, 0])
+        slots.fill("past_row", -1)
+        past = slots.get("past_row")
+        past[:, : history.new] = drawn[:, 1:]
+        slots.put("past_row", past)
 
-    def _place(self, name: str, rows: Int, argument: str) -> None:
+    def _checked(self, argument: str, rows: Int, width: int) -> Int:
+        """[B, width] rows of the frame memory; [B] where `width` is 1. Raises `FarmError` for any other."""
         assert self.task.memory.frames is not None
         there, count = self.task.memory.frames.rows, len(self.envs)
-        if rows.shape != (count,) or len(np.unique(rows)) < count or rows.min() < 0 or rows.max() >= there:
+        shapes = [(count, width), *([(count,)] if width == 1 else [])]
+        different = rows.shape in shapes and len(np.unique(rows)) == rows.size
+        if not different or rows.min() < 0 or rows.max() >= there:
             raise FarmError(
-                f"group {self.number} takes {count} different `{argument}` from 0 to {there - 1}, got "
+                f"group {self.number} takes {count * width} different `{argument}` from 0 to {there - 1}, got "
                 f"{rows.tolist()}: give others, or make the farm with more frame_rows"
             )
-        self._slots.put(name, rows)
+        return rows.reshape(count, width)
 
 
 # --- the farm of one task
@@ -311,10 +348,23 @@ class TaskFarm:
         self.memory.slots.close()
 
 
+def own_rows(spec: FarmSpec, first: int = 0) -> FrameRows:
+    """A task's own rows of the frame memory, from `first` on: as many as its decisions look at."""
+    return FrameRows(spec.history, spec.history.turns + 1, spec.num_envs, first)
+
+
+def count_own_rows(spec: FarmSpec) -> int:
+    """Number of rows of the frame memory that a task has as its own: of observations, and of final ones."""
+    return own_rows(spec).count + (1 + spec.history.final) * spec.num_envs
+
+
 def check_spec(spec: FarmSpec) -> None:
     """Raise `FarmError` where the environments cannot be dealt out evenly, a number is out of its range, or the
     simulator's pictures depend on who draws them and render workers are to."""
-    least = {"num_envs": 1, "chunk": 1, "groups": 1, "physics_workers": 1, "render_workers": 0}
+    least = {
+        "num_envs": 1, "chunk": 1, "groups": 1, "physics_workers": 1, "render_workers": 0, "observations": 1,
+        "distance": 1,
+    }  # fmt: skip
     for name, smallest in least.items():
         if getattr(spec, name) < smallest:
             raise FarmError(f"a farm's {name} is at least {smallest}, got {getattr(spec, name)}")

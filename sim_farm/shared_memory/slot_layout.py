@@ -2,9 +2,10 @@
 
 One slot per environment, addressed by the environment's index within its task. Each process writes its own fields:
 
-    client   requested, op, limit, action, next_start, base_*, collected, frame_row, final_row
+    client   requested, op, limit, action, next_start, base_*, collected, *_row
                                                         then rings the physics worker
-    physics  results, observation, scene, final_*       then sets `simulated` and rings renderer or client
+    physics  results, observation, past_*, scene, final_*
+                                                        then sets `simulated` and rings renderer or client
     render   those rows of the frame memory             then sets `drawn` and rings the client
 
     client   away                                       then rings the workers that draw
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ import numpy.typing as npt
 
 from sim_farm.contract import TaskInfo, TaskSpec, UInt8
 from sim_farm.episodes import ANY, Episodes
+from sim_farm.observation_history import ObservationHistory
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.doorbell import Doorbell
 from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory
@@ -64,6 +67,15 @@ class FarmSpec:
     driver gives first. Two renderers' pictures of one scene differ in rounding: what equals is drawn on equal ones."""
     final_frames: str = "truncated"
     """Episodes whose last observation is drawn before the next begins: `never`, `truncated` or `ended`."""
+    observations: int = 1
+    """K: observations that a decision is made on, the present one among them (`ObservationHistory`)."""
+    distance: int = 1
+    """Env steps from each of the K observations to the next."""
+
+    @cached_property
+    def history(self) -> ObservationHistory:
+        """Observations that a decision is made on."""
+        return ObservationHistory(self.observations, self.distance, self.chunk)
 
     def worker_of(self, env: int) -> int:
         return env % self.physics_workers
@@ -101,8 +113,10 @@ class FarmSpec:
 
 
 def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
-    """The arrays of the farm's block. E environments, C actions a chunk, A action dimensions."""
+    """The arrays of the farm's block. E environments, C actions a chunk, A action dimensions; K - 1 earlier
+    observations of a decision, U whose pictures it or a later one refers to (`ObservationHistory`)."""
     envs, chunk, actions = spec.num_envs, spec.chunk, info.action_dim
+    earlier, kept = len(spec.history.back), len(spec.history.kept)
     return {
         "bells": Field((spec.workers,), "int32", 0),
         "stop": Field((1,), "int32", 0),
@@ -153,10 +167,19 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         # Whether the last chunk, or reset, has written it: it stays while episodes are told the same.
         "retold": Field((envs,), "bool", 0),
         "scene": Field((envs, info.scene_bytes), "uint8"),
+        # The earlier observations [E, K - 1] of a decision, and the scenes [E, U] and rows of those to draw; -1: drawn.
+        "past_state": Field((envs, earlier, info.state_dim), "float32", float("nan")),
+        "past_proprio": Field((envs, earlier, info.proprio_dim), "float32", float("nan")),
+        "past_scene": Field((envs, kept, info.scene_bytes), "uint8"),
+        "past_row": Field((envs, kept), "int64", -1),
         "final_state": Field((envs, info.state_dim), "float32", float("nan")),
         "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),
         "final_instruction": Field((envs, info.instruction_bytes), "uint8", 0),
         "final_scene": Field((envs, info.scene_bytes), "uint8"),
+        "final_past_state": Field((envs, earlier, info.state_dim), "float32", float("nan")),
+        "final_past_proprio": Field((envs, earlier, info.proprio_dim), "float32", float("nan")),
+        "final_past_scene": Field((envs, earlier, info.scene_bytes), "uint8"),
+        "final_past_row": Field((envs, earlier), "int64", -1),
         "draw_final": Field((envs,), "bool", 0),
         # Why the episode that ended in the last chunk is broken, where that is known: read with a reward that is none.
         "fault": Field((envs, FAULT_BYTES), "uint8", 0),

@@ -4,6 +4,9 @@ be replayed; else their episodes end."""
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,6 +33,10 @@ class PhysicsWorker(Worker):
         """Environments whose episode began with an observation that is not finite."""
         self._lost: set[int] = set()
         """Environments whose episode was lost with a predecessor, and ends with its next chunk."""
+        self._history = spec.history
+        self._seen: dict[int, deque[PhysicsResult]] = {}
+        """The last observations of each environment's episode, where decisions are made on more than the present one.
+        """
         self._told: dict[int, str] = {}
         """The instruction in each environment's slot, as far as this worker has written it."""
         bells = self.slots["bells"]
@@ -112,17 +119,44 @@ class PhysicsWorker(Worker):
         if slots["op"][env] == slot_layout.RESET:
             self._rest(env)
         if spec is None:
-            for key in ("state", "proprio", "retold"):
+            for key in ("state", "proprio", "past_state", "past_proprio", "retold"):
                 slots[key][env] = 0
             return
-        physics = self._physics[env]
         base = int(slots["base_step"][env]) if slots["op"][env] == slot_layout.RESET else 0
-        result = physics.reset(spec)
-        if base:
-            result = replayed(physics, slots["history"][env, :base])
-            slots["episode_step"][env] = base
+        result = self._bring_to(env, spec, base)
+        slots["episode_step"][env] = base
         self._note_beginning(env, result)
         self._observe(env, result)
+
+    def _bring_to(self, env: int, spec: EpisodeSpec, steps: int) -> PhysicsResult:
+        """Begin the episode and execute its first `steps` actions again; the observation there."""
+        physics, actions = self._physics[env], self.slots["history"][env, :steps]
+        result = physics.reset(spec)
+        if self._history.observations == 1:
+            return replayed(physics, actions) if steps else result
+        seen = self._seen[env] = deque([result], self._history.results)
+        unseen = max(0, steps - self._history.results)
+        if unseen:
+            seen[0] = replayed(physics, actions[:unseen])
+        for action in actions[unseen:]:
+            seen.append(physics.step(action[None]))
+        return seen[-1]
+
+    def _executed(self, env: int, action: Float32) -> PhysicsResult:
+        """The result of a chunk [C, A]; where decisions look back, of its env steps one by one."""
+        physics = self._physics[env]
+        if self._history.observations == 1:
+            return physics.step(action)
+        taken: list[PhysicsResult] = []
+        while not (taken and taken[-1].ended) and len(taken) < len(action):
+            taken.append(physics.step(action[len(taken)][None]))
+            self._seen[env].append(taken[-1])
+        return _joined(taken)
+
+    def _earlier(self, env: int, back: int) -> PhysicsResult:
+        """The observation that many env steps before the last one; the episode's first stands for those before it."""
+        seen = self._seen[env]
+        return seen[max(0, len(seen) - 1 - back)]
 
     def _note_beginning(self, env: int, result: PhysicsResult) -> None:
         """An episode that begins with an observation that is not finite ends with its first chunk, as a broken one."""
@@ -147,7 +181,7 @@ class PhysicsWorker(Worker):
             self._end_lost(env)
             return
         base, action = int(slots["base_step"][env]), slots["action"][env]
-        result = self._physics[env].step(action)
+        result = self._executed(env, action)
         self._strike("state", result.state)
         steps, broken = result.steps, env in self._broken or not _finite(result)
         slots["history"][env, base : base + steps] = action[:steps]
@@ -171,6 +205,12 @@ class PhysicsWorker(Worker):
         slots["final_instruction"][env] = slots["instruction"][env]
         if self._draws and not broken:
             slots["final_scene"][env] = result.scene
+        for place, back in enumerate(self._history.back):
+            earlier = self._earlier(env, back)
+            slots["final_past_state"][env, place] = 0 if broken else earlier.state
+            slots["final_past_proprio"][env, place] = 0 if broken else earlier.proprio
+            if self._draws and not broken:
+                slots["final_past_scene"][env, place] = earlier.scene
         wanted = self.setup.spec.final_frames
         wanted_now = wanted == "ended" or (wanted == "truncated" and bool(result.truncated[-1]))
         slots["draw_final"][env] = wanted_now and not broken
@@ -182,7 +222,8 @@ class PhysicsWorker(Worker):
         self._rest(env)
         slots["history"][env, base] = slots["action"][env][0]
         slots["steps"][env], slots["reward"][env, 0], slots["terminated"][env] = 1, np.nan, True
-        slots["final_state"][env] = slots["final_proprio"][env] = 0
+        for key in ("final_state", "final_proprio", "final_past_state", "final_past_proprio"):
+            slots[key][env] = 0
         slots["final_instruction"][env] = slots["instruction"][env]
         self._put_fault(env, "")
         self._begin(env, int(slots["episode"][env]) + 1)
@@ -200,6 +241,13 @@ class PhysicsWorker(Worker):
         slots["proprio"][env] = 0 if env in self._broken else result.proprio
         if self._draws:
             slots["scene"][env] = result.scene
+        for place, back in enumerate(self._history.back):
+            earlier = self._earlier(env, back)
+            slots["past_state"][env, place] = 0 if env in self._broken else earlier.state
+            slots["past_proprio"][env, place] = 0 if env in self._broken else earlier.proprio
+        if self._draws:
+            for place, back in enumerate(self._history.kept):
+                slots["past_scene"][env, place] = self._earlier(env, back).scene
         slots["retold"][env] = result.instruction != self._told.get(env)
         if slots["retold"][env]:
             self._instruct(env, result)
@@ -251,7 +299,7 @@ class PhysicsWorker(Worker):
         Pending work is done again from the state that was last collected, and partial results are undone. Finished
         work stays: its results are in the slot, and the client may collect them and submit more while this runs.
         """
-        slots, physics = self.slots, self._physics[env]
+        slots = self.slots
         if slots["simulated"][env] < slots["requested"][env]:
             steps, spec = int(slots["base_step"][env]), self._take_back(env)
         else:
@@ -259,10 +307,7 @@ class PhysicsWorker(Worker):
             spec = self._episode(env, int(slots["episode"][env]), int(slots["start"][env]))
         if spec is None:
             return
-        result = physics.reset(spec)
-        if steps:
-            result = replayed(physics, slots["history"][env, :steps])
-        self._note_beginning(env, result)
+        self._note_beginning(env, self._bring_to(env, spec, steps))
 
 
 def replayed(physics: Physics, actions: Float32) -> PhysicsResult:
@@ -273,6 +318,18 @@ def replayed(physics: Physics, actions: Float32) -> PhysicsResult:
         done += result.steps
         if done == len(actions):
             return result
+
+
+def _joined(results: Sequence[PhysicsResult]) -> PhysicsResult:
+    """The result of consecutive env steps, of results of one step each."""
+    last = results[-1]
+    return replace(
+        last,
+        reward=np.concatenate([result.reward for result in results]),
+        success=np.concatenate([result.success for result in results]),
+        terminated=np.concatenate([result.terminated for result in results]),
+        truncated=np.concatenate([result.truncated for result in results]),
+    )
 
 
 def _finite(result: PhysicsResult) -> bool:

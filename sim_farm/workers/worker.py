@@ -14,6 +14,7 @@ import gc
 import os
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.contract import FarmError, TaskInfo, TaskSpec
+from sim_farm.contract import FarmError, TaskInfo
 from sim_farm.registry import make_renderer, resolve
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory import slot_layout
@@ -34,10 +35,10 @@ from sim_farm.workers import faults
 class FrameWriter:
     """Draws a slot's frames: the present observation, and the ended episode's last one where it is wanted."""
 
-    def __init__(self, task: TaskSpec, slots: dict[str, np.ndarray], memory: FrameMemory) -> None:
+    def __init__(self, spec: FarmSpec, slots: dict[str, np.ndarray], memory: FrameMemory) -> None:
         """Make the renderer and let it draw once, so that a renderer that cannot start fails, or hangs,
         in this call."""
-        self._renderer = make_renderer(task)
+        self._renderer, self._history = make_renderer(spec.task), spec.history
         self._slots, self._memory = slots, memory
         self._renderer.render([], self._renderer.info.cameras)
 
@@ -55,11 +56,25 @@ class FrameWriter:
         if slots["draw_final"][env]:
             last = int(slots["base_step"][env]) + int(slots["steps"][env])
             self._write(slots["final_scene"][env], int(slots["final_row"][env]), episode - 1, last)
+            scenes = zip(
+                self._history.back, slots["final_past_row"][env].tolist(), slots["final_past_scene"][env], strict=True
+            )
+            self._write_earlier(scenes, episode - 1, last)
         if slots["active"][env]:
-            self._write(slots["scene"][env], row, episode, int(slots["episode_step"][env]))
+            step = int(slots["episode_step"][env])
+            self._write(slots["scene"][env], row, episode, step)
+            if step:  # the first observation of an episode stands for those before it
+                scenes = zip(self._history.kept, slots["past_row"][env].tolist(), slots["past_scene"][env], strict=True)
+                self._write_earlier(scenes, episode, step)
         else:
             self._memory.frames[row] = 0
         times[slot_layout.RENDER_END] = time.monotonic_ns()
+
+    def _write_earlier(self, scenes: Iterable[tuple[int, int, np.ndarray]], episode: int, step: int) -> None:
+        """Draw earlier observations: how many env steps before `step` each is, its row (-1: it is drawn), its scene."""
+        for back, row, scene in scenes:
+            if row >= 0:
+                self._write(scene, row, episode, max(0, step - back))
 
     def _write(self, scene: np.ndarray, row: int, episode: int, step: int) -> None:
         memory, cameras = self._memory, self._renderer.info.cameras
@@ -185,7 +200,7 @@ class Worker:
         self._report(slot_layout.OPENING)
         self._strike("open")
         assert self.memory.frames is not None, "a worker that draws has a frame memory"
-        self._frame_writer = FrameWriter(self.setup.spec.task, self.slots, self.memory.frames)
+        self._frame_writer = FrameWriter(self.setup.spec, self.slots, self.memory.frames)
 
     def _close_frame_writer(self) -> None:
         assert self._frame_writer is not None
