@@ -17,12 +17,14 @@ from embodied.devices import Affinity, accelerators, available_threads
 from embodied.errors import UserError, nearest
 from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.runtime.api import NodeInfo
+from embodied.workflows.context import observations_of
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import name_in_task, physics_workers_of
 from schedulers.plan import HERE as HOME
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from sim_farm.contract import TaskInfo
 from sim_farm.episodes import Episodes
+from sim_farm.observation_history import FrameRows, ObservationHistory
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import FarmSpec
 
@@ -368,6 +370,7 @@ def farm_spec(
     config: Config, episodes: Episodes, farm: FarmAssignment, num_envs: int | None = None, finals: str = "never"
 ) -> FarmSpec:
     """The farm of one task whose workers are assigned so. `finals` is `FarmSpec.final_frames`."""
+    observations, distance = observations_of(config)
     return FarmSpec(
         task=task_spec(config),
         episodes=episodes,
@@ -378,6 +381,8 @@ def farm_spec(
         render_workers=len(farm.render),
         devices=farm.devices,
         final_frames=finals,
+        observations=observations,
+        distance=distance,
     )
 
 
@@ -393,9 +398,16 @@ def memory_rounds(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
     return (1 + ahead) * run.rounds(infos)
 
 
+def history_of(config: Config) -> ObservationHistory:
+    """Observations that a decision of the configuration's policy is made on."""
+    return ObservationHistory(*observations_of(config), config.policy.chunk)
+
+
 def observation_rows(run: RunSpec, rounds: int) -> int:
-    """Rows of the frame memory for the rounds of decisions: their observations, and the observations after them."""
-    return (rounds + 1) * run.environments
+    """Rows of the frame memory for the rounds of decisions: their observations, those after them, and those before that
+    the first ones refer to."""
+    history = history_of(run.config)
+    return FrameRows(history, rounds + 1 + history.turns, run.environments).count
 
 
 def frame_rows(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
@@ -404,5 +416,5 @@ def frame_rows(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
     finals = 0
     if run.bootstrap != "never":
         shortest = min(info.max_episode_steps for info in infos)
-        finals = rows_for_finals(run.environments, rounds, run.config.policy.chunk, shortest)
+        finals = rows_for_finals(run.environments, rounds, history_of(run.config), shortest)
     return observation_rows(run, rounds) + finals

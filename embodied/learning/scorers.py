@@ -197,7 +197,9 @@ class RewardWorker(Scorer):
 
     def _judged(self, batch: Trajectories, rows: Tensor) -> Tensor:
         inputs = batch.decisions.select(rows).inputs(self._device)
-        found = torch.as_tensor(self._judge(inputs.frames, inputs.instruction)).detach().to(CPU, torch.float32)
+        # Of the observations that a decision was made on, the present one is judged.
+        frames = {name: shown[:, -1] if shown.dim() == 5 else shown for name, shown in inputs.frames.items()}
+        found = torch.as_tensor(self._judge(frames, inputs.instruction)).detach().to(CPU, torch.float32)
         if found.shape != rows.shape or not bool(found.isfinite().all()):
             raise UserError(
                 f"a reward is one finite number for each of {len(rows)} rows; the judge returned "

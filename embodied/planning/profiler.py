@@ -20,7 +20,7 @@ import numpy as np
 from embodied.config.schema import Config
 from embodied.devices import accelerators, fingerprint
 from embodied.errors import UserError
-from embodied.execution.assignment import Assignment
+from embodied.execution.assignment import Assignment, history_of
 from embodied.execution.iteration import Iteration, OnPolicy, start_run
 from embodied.execution.roles import LearnerRole
 from embodied.execution.session import Session
@@ -403,8 +403,10 @@ def _transfers(whole: Probed, config: Config) -> dict[str, float]:
     found: dict[str, float] = {}
     kept = 0.0
     for (steps, *draws), info, loop in zip(roles.simulators, whole.infos, workflow.loops, strict=True):
-        frames = float(len(info.cameras) * info.spec.image_size**2 * 3)
-        seen = 4.0 * (info.state_dim * ("state" in config.policy.reads) + info.proprio_dim)
+        history = history_of(config)
+        frames = float(len(info.cameras) * info.spec.image_size**2 * 3 * (1 + history.new))
+        numbers = info.state_dim * ("state" in config.policy.reads) + info.proprio_dim
+        seen = 4.0 * numbers * history.observations
         action = 4.0 * config.policy.chunk * info.action_dim
         for draw in draws:
             found[f"{steps}>{draw}"] = float(info.scene_bytes) + seen

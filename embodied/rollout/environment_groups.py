@@ -76,7 +76,8 @@ class DecisionRequest:
     inputs: Inputs
     """n rows."""
     frame_rows: np.ndarray | None = None
-    """int64 [n] rows of the trajectory memory with the frames, for a policy that maps it; None: `inputs` has them."""
+    """int64 [n] rows of the frame memory with the frames, or [n, K], for a policy that maps it; None: `inputs` has
+    them."""
 
     @classmethod
     def of(

@@ -383,10 +383,11 @@ class _Deciding:
 
 
 def _digest(seen: Observations, row: int) -> str:
-    """Digest of everything that the row observes: sha256, cut to 64 bits."""
-    found = hashlib.sha256(seen.instruction[row].encode())
+    """Digest of everything that the row observes first: sha256, cut to 64 bits. Of several observations, which are
+    the same then, one counts."""
+    found, several = hashlib.sha256(seen.instruction[row].encode()), seen.frame_rows.ndim > 1
     for numbers in (seen.state[row], seen.proprio[row], *(frames[row] for frames in seen.frames.values())):
-        found.update(np.ascontiguousarray(numbers).tobytes())
+        found.update(np.ascontiguousarray(numbers[-1] if several else numbers).tobytes())
     return found.hexdigest()[:16]
 
 

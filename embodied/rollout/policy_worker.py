@@ -84,7 +84,9 @@ class ActingPolicy(WeightsLoader):
         """The memory that trajectories are written into, for decisions as the policy takes them."""
         cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
         columns = sum(spec.num_envs for spec in self._tasks.specs)
-        shape = MemoryShape(self._settings.rounds + 1, columns, cameras, longest_instruction(self._tasks.infos))
+        history = self._tasks.specs[0].history
+        rows, longest = self._settings.rounds + 1 + history.turns, longest_instruction(self._tasks.infos)
+        shape = MemoryShape(rows, columns, cameras, longest, history)
         inputs = blank_inputs(self.policy, self._tasks.infos[0], self._settings.reads)
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
@@ -126,12 +128,13 @@ class ActingPolicy(WeightsLoader):
 
 
 def blank_inputs(policy: Policy, info: TaskInfo, reads: Sequence[str]) -> Inputs:
-    """One observation of the task without content, as the policy reads it."""
-    size = policy.spec.image_size
+    """One decision's observations of the task without content, as the policy reads them."""
+    spec = policy.spec
+    size, seen = spec.image_size, (1, spec.observations) if spec.observations > 1 else (1,)
     return Inputs(
-        state=torch.zeros(1, info.state_dim) if "state" in reads else None,
-        proprio=torch.zeros(1, info.proprio_dim) if "proprio" in reads else None,
-        frames={name: torch.zeros(1, size, size, 3, dtype=torch.uint8) for name in policy.spec.cameras},
+        state=torch.zeros(*seen, info.state_dim) if "state" in reads else None,
+        proprio=torch.zeros(*seen, info.proprio_dim) if "proprio" in reads else None,
+        frames={name: torch.zeros(*seen, size, size, 3, dtype=torch.uint8) for name in spec.cameras},
         instruction=(policy_kind(policy.kind).blank_instruction,) if "instruction" in reads else (),
         episode=torch.zeros(1, 3, dtype=torch.int64) if "episode" in reads else None,
     )

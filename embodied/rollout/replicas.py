@@ -163,10 +163,10 @@ class Replicas:
         request = DecisionRequest.of(self._farm, group, seen, reads, cameras)
         count = len(request.envs)
         if by_row:
-            rows = group.flat(group.row, sum(spec.num_envs for spec in self._farm.specs))[seen.active]
+            rows = seen.frame_rows[seen.active]
             request = replace(request, frame_rows=rows)
-            if (np.diff(rows) != 1).any():  # the replica copies them into one batch
-                self.frames += FrameCounts(0, count)
+            if (np.diff(rows.ravel()) != 1).any():  # the replica copies them into one batch
+                self.frames += FrameCounts(0, rows.size)
         elif request.inputs.frames:
             self.frames += FrameCounts(count, count)
 

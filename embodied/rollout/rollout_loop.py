@@ -32,6 +32,7 @@ from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
+from sim_farm.observation_history import ObservationHistory
 
 
 @dataclass(frozen=True)
@@ -150,11 +151,12 @@ class RolloutLoop:
 
         Raises `ValueError` where final observations would be drawn over the trajectories' own.
         """
-        spare = 0 if memory.frames is None else memory.frames.rows - memory.shape.rows * self.width
-        if memory.frames is not None and self._settings.bootstrap != "never" and spare < self.width:
+        spare = 0 if memory.frames is None else memory.frames.rows - memory.shape.frame_rows.count
+        needed = self.width * (1 + memory.shape.history.final)
+        if memory.frames is not None and self._settings.bootstrap != "never" and spare < needed:
             raise ValueError(
                 f"the frame memory has {spare} rows beyond the trajectories' for final observations of {self.width} "
-                "environments: give it one for each, as `rows_for_finals` counts"
+                f"environments: give it {needed // self.width} for each, as `rows_for_finals` counts"
             )
         self.memory = memory
         self.finals = FinalObservationsKept(memory)
@@ -203,7 +205,8 @@ class RolloutLoop:
 
     def reset(self, group: EnvironmentGroup) -> None:
         group.observations = None
-        self.farm.reset(group.number, self._frame_rows(group))
+        rows = self.memory.shape.frame_rows.at_reset(group.row, group.columns)
+        self.farm.reset(group.number, None if self.farm.frames is None else rows)
 
     def observe(self, group: EnvironmentGroup, deadline_s: float) -> Observations:
         """The group's present observations, once the farm has stepped it; the outcome of its last decision is
@@ -252,6 +255,7 @@ class RolloutLoop:
     def _request_decision(self, group: EnvironmentGroup, seen: Observations) -> None:
         self.policy.submit(group, seen, self.memory)
         group.pending = GroupDecision(group.flat(group.row, self.width), group.envs, seen.active, seen.episode)
+        self.memory.write_frame_rows(group.pending.flat, seen.frame_rows)
         group.row = (group.row + 1) % self.memory.shape.rows
         group.decisions.append(group.pending)
         group.decided += 1
@@ -310,11 +314,11 @@ class RolloutLoop:
         for i, row in enumerate(seen.final.rows.tolist()):
             if wanted[row]:
                 one = inputs.rows(torch.tensor([i]))
-                self.finals.keep(int(decision.flat[row]), int(group.columns[row]), one)
+                self.finals.keep(int(decision.flat[row]), int(group.columns[row]), one, seen.final.frame_rows[i])
 
     def _frame_rows(self, group: EnvironmentGroup) -> np.ndarray | None:
         """Rows of the frame memory at which the group's next observations are drawn."""
-        return None if self.farm.frames is None else group.flat(group.row, self.width)
+        return None if self.farm.frames is None else self.memory.shape.frame_rows.at(group.row, group.columns)
 
     def _wait(self, awaited: str, is_ready: Callable[[], bool], deadline_s: float) -> None:
         mark = time.monotonic_ns()
@@ -330,19 +334,21 @@ class RolloutLoop:
 # --- Final observations of episodes whose value is bootstrapped: kept until the rollout's end, and valued together.
 
 
-def rows_for_finals(columns: int, decisions: int, chunk: int, max_episode_steps: int) -> int:
+def rows_for_finals(columns: int, decisions: int, history: ObservationHistory, max_episode_steps: int) -> int:
     """Rows of the frame memory beyond the trajectories' own: one per environment into which the next final observation
-    may be drawn, and one for every episode that is truncated in a rollout. Should more episodes end, whose values
-    are wanted, their frames are copied."""
-    return columns * (2 + decisions * chunk // max_episode_steps)
+    may be drawn, and one for every episode that is truncated in a rollout; as many for each earlier observation that is
+    drawn beside it. Should more episodes end, whose values are wanted, their frames are copied."""
+    return columns * (1 + history.final) * (2 + decisions * history.chunk // max_episode_steps)
 
 
 @dataclass(frozen=True)
 class _Final:
     inputs: Inputs
     """One row, without frames, or with a copy of them."""
-    row: int
-    """Row of the frame memory with the frames; -1: they are in `inputs`, or there are none."""
+    shown: np.ndarray | None = None
+    """Row of the frame memory with the frames, or [K] rows; None: they are in `inputs`, or there are none."""
+    own: tuple[int, ...] = ()
+    """Rows that are free again once it is valued."""
 
 
 class FinalObservationsKept:
@@ -350,27 +356,33 @@ class FinalObservationsKept:
 
     def __init__(self, memory: TrajectoryMemory) -> None:
         self._memory, columns = memory, memory.shape.columns
-        first = memory.shape.rows * columns
+        first, each = memory.shape.frame_rows.count, 1 + memory.shape.history.final
         rows = 0 if memory.frames is None else len(memory.frames.frames)
         self._free = deque(range(first, rows))
-        self._draws = len(self._free) >= columns and memory.frames is not None
-        self._next = np.array([self._free.popleft() for _ in range(columns)]) if self._draws else None
+        self._draws = len(self._free) >= columns * each and memory.frames is not None
+        self._next = np.array([self._take(each) for _ in range(columns)]) if self._draws else None
         self._kept: dict[int, _Final] = {}
 
     def rows(self, places: np.ndarray) -> np.ndarray | None:
-        """[n] rows of the frame memory for final observations of the environments in these columns of the memory."""
+        """[n, 1 + F] rows of the frame memory for final observations of the environments in these columns of the
+        memory, and for the earlier ones that are drawn beside them (`ObservationHistory.final`)."""
         return None if self._next is None else self._next[places]
 
-    def keep(self, flat: int, place: int, inputs: Inputs) -> None:
-        """Keep the final observation that follows the decision at `flat`; `inputs` has one row and no frames."""
-        row = -1
-        if self._next is not None:
-            row = int(self._next[place])
-            if self._free:
-                self._next[place] = self._free.popleft()
-            else:
-                inputs, row = replace(inputs, frames=self._memory.frames_at(torch.tensor([row]))), -1
-        self._kept[flat] = _Final(inputs, row)
+    def keep(self, flat: int, place: int, inputs: Inputs, shown: np.ndarray) -> None:
+        """Keep the final observation that follows the decision at `flat`; `inputs` has one row and no frames, which are
+        in the frame memory at the row `shown`, or the [K] rows."""
+        if self._next is None:
+            self._kept[flat] = _Final(inputs)
+            return
+        own = tuple(self._next[place].tolist())
+        if len(self._free) >= len(own):
+            self._next[place] = self._take(len(own))
+            self._kept[flat] = _Final(inputs, shown, own)
+        else:
+            self._kept[flat] = _Final(self._with_frames(_Final(inputs, shown)))
+
+    def _take(self, count: int) -> list[int]:
+        return [self._free.popleft() for _ in range(count)]
 
     def values(self, flat: np.ndarray, value: Callable[[Inputs], Tensor]) -> dict[int, Tensor]:
         """Values of the observations kept for these flat rows, in one forward pass and in their order, by flat row."""
@@ -379,16 +391,18 @@ class FinalObservationsKept:
             return {}
         finals = [self._kept.pop(row) for row in chosen]
         found = value(self._joined(finals))
-        self._free.extend(final.row for final in finals if final.row >= 0)
+        self._free.extend(row for final in finals for row in final.own)
         return dict(zip(chosen, found, strict=True))
 
     def _joined(self, finals: list[_Final]) -> Inputs:
-        drawn = [final.row for final in finals if final.row >= 0]
+        drawn = [final.shown for final in finals if final.shown is not None]
         if len(drawn) == len(finals) and self._draws:
             inputs = join_inputs([final.inputs for final in finals], torch.arange(len(finals)))
-            return replace(inputs, frames=self._memory.frames_at(torch.tensor(drawn)))
-        whole = [
-            f.inputs if f.row < 0 else replace(f.inputs, frames=self._memory.frames_at(torch.tensor([f.row])))
-            for f in finals
-        ]
-        return join_inputs(whole, torch.arange(len(finals)))
+            return replace(inputs, frames=self._memory.frames_at(torch.from_numpy(np.stack(drawn))))
+        return join_inputs([self._with_frames(final) for final in finals], torch.arange(len(finals)))
+
+    def _with_frames(self, final: _Final) -> Inputs:
+        """The observation with a copy of its frames."""
+        if final.shown is None:
+            return final.inputs
+        return replace(final.inputs, frames=self._memory.frames_at(torch.from_numpy(final.shown[None])))

@@ -230,7 +230,7 @@ class RolloutWorker:
         inputs = join_inputs(parts, torch.from_numpy(order))
         if self.memory.frames is None:
             return inputs
-        rows = np.concatenate([group.flat(group.row, self._loop.width) for group in self._loop.groups])[order]
+        rows = np.concatenate([observations.frame_rows for _, observations in seen])[order]
         return replace(inputs, frames=self.memory.frames_at(torch.from_numpy(rows)))
 
     def _begin_rollout(self) -> int:

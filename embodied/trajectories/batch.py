@@ -176,7 +176,8 @@ class Trajectories:
         # The others repeat a decision that was taken, and are not looked at.
         rows = (taken.cumsum(0) - 1).clamp(min=0)
         tensors = TensorDecisions(chosen.inputs(frames=False), chosen.trace())
-        frames = None if reader is None else RemoteFrames(reader, chosen.memory.frame_shape, chosen.rows)
+        shown = chosen.memory.frame_rows_of(chosen.rows)
+        frames = None if reader is None else RemoteFrames(reader, chosen.memory.frame_shape, shown)
         return replace(self, decisions=RemoteDecisions(tensors, rows, frames))
 
     def columns(self, first: int, last: int) -> Trajectories:

@@ -4,10 +4,11 @@
     columns     the run's environments: those of one group lie next to each other
     flat row    row * columns + column: the address of one decision
 
-The frame writer draws an observation at the flat row of the decision that it leads to. The rollout worker writes the
-rest of the observation, the decision and its outcome beside it. The learner maps the same memory, selects flat rows and
-copies them to its device. Trajectories are a table of flat rows, with log-probs, values and outcomes copied beside it;
-observations, frames and traces have no other copy.
+The frame writer draws an observation at the flat row of the decision that it leads to; a decision on several
+observations refers to the rows where the others are (`sim_farm.observation_history`), mostly of earlier decisions. The
+rollout worker writes the rest of the observation, the decision and its outcome beside it. The learner maps the same
+memory, selects flat rows and copies them to its device. Trajectories are a table of flat rows, with log-probs, values
+and outcomes copied beside it; observations, frames and traces have no other copy.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from torch import Tensor
 from embodied.runtime.remote import CALL_BYTES, slices
 from policies.contract import Action, Inputs
 from sim_farm.contract import INSTRUCTION_BYTES, TaskInfo
+from sim_farm.observation_history import FrameRows, ObservationHistory
 from sim_farm.shared_memory.frame_memory import FrameAddress, FrameMemory
 from sim_farm.shared_memory.memory import FOLDER, Block, Field
 
 CPU = torch.device("cpu")
-TRACE, INPUT = "trace.", "input."
+TRACE, INPUT, FRAME_ROWS = "trace.", "input.", "frame_rows"
 _OPEN: WeakValueDictionary[str, TrajectoryMemory] = WeakValueDictionary()
 """The memories that this process has mapped, by the name of their block."""
 
@@ -46,6 +48,13 @@ class MemoryShape:
     """The policy's names of the cameras, in the order of the frames."""
     instruction_bytes: int = INSTRUCTION_BYTES
     """Longest instruction of a task, in UTF-8 bytes."""
+    history: ObservationHistory = ObservationHistory()
+    """Observations that a decision is made on."""
+
+    @property
+    def frame_rows(self) -> FrameRows:
+        """Rows of the frame memory for the decisions' observations."""
+        return FrameRows(self.history, self.rows, self.columns)
 
 
 def longest_instruction(infos: Sequence[TaskInfo]) -> int:
@@ -76,6 +85,8 @@ class MemoryLayout:
         fields = {name: Field((count, *tensor.shape[1:]), _dtype(tensor)) for name, tensor in like.items()}
         if inputs.instruction:
             fields[f"{INPUT}instruction"] = Field((count, shape.instruction_bytes), "uint8", 0)
+        if shape.cameras and shape.history.observations > 1:
+            fields[FRAME_ROWS] = Field((count, shape.history.observations), "int64", -1)
         fields |= {
             "reward": Field((count,), "float32"),
             "step_reward": Field((count, chunk), "float32"),
@@ -202,6 +213,16 @@ class TrajectoryMemory:
         for name, tensor in action.trace.items():
             self._tensors[f"{TRACE}{name}"][index] = tensor
 
+    def write_frame_rows(self, rows: np.ndarray, frame_rows: np.ndarray) -> None:
+        """Write where the pictures of the decisions at flat rows [n] are: [n, K] rows of the frame memory. Of decisions
+        on one observation these are the flat rows themselves, and nothing is written."""
+        if FRAME_ROWS in self._tensors:
+            self._block.arrays[FRAME_ROWS][rows] = frame_rows
+
+    def frame_rows_of(self, rows: Tensor) -> Tensor:
+        """Rows of the frame memory with the pictures of the decisions at flat rows [n]: [n], or [n, K]."""
+        return self._tensors[FRAME_ROWS][rows] if FRAME_ROWS in self._tensors else rows
+
     def write_outcome(self, rows: np.ndarray, outcome: Mapping[str, np.ndarray]) -> None:
         """Write the outcomes of the decisions at flat rows [n]: reward, step_reward, executed, success, terminated,
         truncated."""
@@ -213,7 +234,7 @@ class TrajectoryMemory:
         state, proprio, episode = (self._at(f"{INPUT}{name}", rows, device) for name in ("state", "proprio", "episode"))
         pictures = {}
         if frames and self.frames is not None:
-            pictures = self.frames_at(rows, device)
+            pictures = self.frames_at(self.frame_rows_of(rows), device)
         return Inputs(state, proprio, pictures, self._texts(rows), episode)
 
     def trace(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
@@ -222,25 +243,27 @@ class TrajectoryMemory:
         return {name.removeprefix(TRACE): self._tensors[name][rows].to(device) for name in names}
 
     def frames_at(self, rows: Tensor, device: torch.device = CPU) -> dict[str, Tensor]:
-        """uint8 [n, H, W, 3] for each camera, at rows of the frame memory, which begins with the flat rows."""
+        """uint8 [n, H, W, 3] for each camera, at rows [n] of the frame memory, which begins with the flat rows. For
+        rows [n, K] uint8 [n, K, H, W, 3]."""
         assert self.frames is not None
-        every = torch.from_numpy(self.frames.frames)
+        every, shape, rows = torch.from_numpy(self.frames.frames), rows.shape, rows.flatten()
         self.counts += FrameCounts(len(rows), len(rows))
         if device.type != "cuda":
-            return {name: every[:, i].index_select(0, rows) for i, name in enumerate(self.shape.cameras)}
+            found = {name: every[:, i].index_select(0, rows) for i, name in enumerate(self.shape.cameras)}
+            return {name: frames.unflatten(0, shape) for name, frames in found.items()}
         self._pin(every)
-        found = torch.empty(len(rows), *every.shape[1:], dtype=torch.uint8, device=device)
+        copied = torch.empty(len(rows), *every.shape[1:], dtype=torch.uint8, device=device)
         for place, row in enumerate(rows.tolist()):  # each straight from the shared memory, without a stop
-            found[place].copy_(every[row], non_blocking=True)
-        return {name: found[:, i] for i, name in enumerate(self.shape.cameras)}
+            copied[place].copy_(every[row], non_blocking=True)
+        return {name: copied[:, i].unflatten(0, shape) for i, name in enumerate(self.shape.cameras)}
 
     def view_frames(self, rows: np.ndarray) -> dict[str, Tensor]:
-        """uint8 [n, H, W, 3] for each camera, at rows of the frame memory: a view where rows follow each other, else a
-        copy."""
+        """uint8 [n, H, W, 3] for each camera, at rows [n] of the frame memory: a view where rows follow each other,
+        else a copy. For rows [n, K] a copy uint8 [n, K, H, W, 3]."""
         assert self.frames is not None
-        found = self.frames.view(rows)
+        found = self.frames.view(rows) if rows.ndim == 1 else None
         every = torch.from_numpy(self.frames.copy(rows) if found is None else found)
-        return {name: every[:, i] for i, name in enumerate(self.shape.cameras)}
+        return {name: every[..., i, :, :, :] for i, name in enumerate(self.shape.cameras)}
 
     def _pin(self, frames: Tensor) -> None:
         """Let the GPU read the frames where they are, until this object is gone: whatever is mapped there later has
@@ -298,7 +321,7 @@ class FrameReader(Protocol):
     """Reads frames of a memory on another machine."""
 
     def read(self, rows: Tensor) -> Tensor:
-        """uint8 [n, cameras, H, W, 3] at the flat rows int64 [n], in memory of the caller's own."""
+        """uint8 [n, cameras, H, W, 3] at rows int64 [n] of the frame memory, in memory of the caller's own."""
         ...
 
 
@@ -317,7 +340,8 @@ class FrameShape:
 
 
 class RemoteFrames:
-    """Frames of M decisions by their flat rows, int64 [M]. Fetched frames are kept as long as this object is."""
+    """Frames of M decisions by rows of the frame memory, int64 [M], or [M, K] where each is made on K observations.
+    Fetched frames are kept as long as this object is."""
 
     def __init__(self, reader: FrameReader, shape: FrameShape, rows: Tensor) -> None:
         self._reader, self._shape, self._rows = reader, shape, rows
@@ -333,15 +357,15 @@ class RemoteFrames:
         return whole
 
     def at(self, index: Tensor) -> dict[str, Tensor]:
-        """uint8 [n, H, W, 3] of each camera, of the decisions `index` (int64 [n])."""
-        rows = self._rows[index].tolist()
+        """uint8 [n, H, W, 3] of each camera, or [n, K, H, W, 3], of the decisions `index` (int64 [n])."""
+        shape, rows = self._rows[index].shape, self._rows[index].flatten().tolist()
         self._fetch([row for row in dict.fromkeys(rows) if row not in self._kept])
         found = {}
         for number, name in enumerate(self._shape.cameras):
             found[name] = torch.empty(len(rows), *self._shape.picture, dtype=torch.uint8)
             for place, row in enumerate(rows):
                 found[name][place] = self._kept[row][number]
-        return found
+        return {name: frames.unflatten(0, shape) for name, frames in found.items()}
 
     def _fetch(self, rows: Sequence[int]) -> None:
         """In one call, or in several where one would be too large."""

@@ -50,12 +50,19 @@ class WorkerContext:
         return Farm.attach(self.farm) if isinstance(self.farm, FarmAddress) else self.farm
 
 
+def observations_of(config: Config) -> tuple[int, int]:
+    """Number of observations that a decision of the configuration's policy is made on, and env steps from each to the
+    next."""
+    return policy_kind(config.policy.kind).format.observations(config.policy.architecture)
+
+
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     """The sizes of the policy for this task. Raises `PolicyError` where the policy cannot act by the task's actions."""
     reads = config.policy.reads
     _check_seen(config, info)
     scaled = policy_kind(config.policy.kind).scales_to_bounds
     low, high = _bounds(info) if scaled and not info.discrete_actions else ((), ())
+    observations, distance = observations_of(config)
     spec = PolicySpec(
         action_dim=info.action_dim,
         chunk=config.policy.chunk,
@@ -67,6 +74,8 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
         discrete_actions=info.discrete_actions,
         action_low=low,
         action_high=high,
+        observations=observations,
+        distance=distance,
     )
     check_actions(config.policy.kind, spec)
     return spec

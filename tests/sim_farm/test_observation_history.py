@@ -199,7 +199,8 @@ def test_a_history_costs_rows_for_what_is_new() -> None:
 
 
 def test_histories_that_cannot_be_are_refused() -> None:
-    for wrong in ({"observations": 0}, {"distance": 0}):
+    cases: list[dict[str, Any]] = [{"observations": 0}, {"distance": 0}]
+    for wrong in cases:
         with pytest.raises(FarmError, match=f"a farm's {next(iter(wrong))} is at least 1, got 0"):
             Farm.create(replace(spec_of(2, 1, 1), **wrong), InProcess())
     with closing(Farm.create(spec_of(2, 1, 1), InProcess())) as farm:

@@ -21,6 +21,7 @@ from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.client.farm import Farm
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
+from sim_farm.observation_history import ObservationHistory
 from sim_farm.registry import make_physics, make_renderer
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
@@ -89,7 +90,7 @@ def worker(
         final_frames="truncated" if task.cameras else "never",
     )  # fmt: skip
     if finals is None:
-        finals = rows_for_finals(ENVS, rounds, chunk, task.max_episode_steps or 1)
+        finals = rows_for_finals(ENVS, rounds, ObservationHistory(chunk=chunk), task.max_episode_steps or 1)
     farm = Farm.create(spec, InProcess(), frame_rows=(rounds + 1) * ENVS + finals)
     try:
         reads = ("images",) if task.cameras else ("state",)

@@ -212,8 +212,10 @@ def test_milestones_from_before_the_stop_are_in_the_result(tmp_path: Path) -> No
     assert result.get("success_0.5_wall_s") == rows[0]["wall_s"]
 
 
-def test_a_run_from_images_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    config = config_of(IMAGES, 3)
+@pytest.mark.parametrize("history", [{}, {"observations": 3, "distance": 2}], ids=["one", "three"])
+def test_a_run_from_images_goes_on_as_if_it_had_not_stopped(history: dict[str, int], tmp_path: Path) -> None:
+    policy = {**IMAGES["policy"], "options": {**IMAGES["policy"]["options"], **history}}
+    config = config_of({**IMAGES, "policy": policy}, 3)
     run(config, tmp_path / "whole")
     rewind(tmp_path / "whole", tmp_path / "crashed", 1)
     run(config, tmp_path / "crashed", resume=True)
