@@ -35,6 +35,21 @@ class Imitates(Protocol):
 
 
 @runtime_checkable
+class ImitatesEarlier(Imitates, Protocol):
+    """A policy whose loss is of actions before the present one, too: what it predicts begins at an earlier one of its
+    observations (Diffusion Policy, arXiv 2303.04137)."""
+
+    earlier_actions: int
+    """E: number of actions before the present one. `imitate` takes actions [B, E + P, A]; those before the episode's
+    beginning are its first one, and not counted."""
+
+
+def earlier_actions(policy: Policy) -> int:
+    """Number of actions before the present one with which the actions of the policy's `imitate` begin."""
+    return policy.earlier_actions if isinstance(policy, ImitatesEarlier) else 0
+
+
+@runtime_checkable
 class Precomputes(Protocol):
     """A policy with an untrained part, whose outputs need not be computed again for each evaluation."""
 
@@ -52,7 +67,10 @@ class Observes(Protocol):
     """A policy with running statistics of what it observes, as buffers."""
 
     def observe(self, inputs: Inputs) -> None:
-        """Update the statistics from a rollout's inputs; called once after each update."""
+        """Update the statistics from the inputs of a rollout, once after each update, or from those of demonstrations.
+
+        Of K > 1 observations the present one counts: the earlier ones are present ones of other rows.
+        """
         ...
 
 
@@ -76,7 +94,7 @@ class Normalises(Protocol):
 
     def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
         """Demonstrated `actions` [N, A] in the environment's units, and the proprioception [N, P] and state [N, S] of
-        the `inputs`, beside the statistics that normalise them."""
+        the `inputs`, beside the statistics that normalise them. They are single observations of any policy."""
         ...
 
 
@@ -195,8 +213,8 @@ class SampledElsewhere(Protocol):
 
 
 PROTOCOLS: tuple[type, ...] = (
-    *(Imitates, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Ensembles, HasAdapter, GathersInGroups),
-    SampledElsewhere,
+    *(Imitates, ImitatesEarlier, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Ensembles, HasAdapter),
+    *(GathersInGroups, SampledElsewhere),
 )
 METHODS = {
     name: protocol.__name__

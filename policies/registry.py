@@ -76,7 +76,7 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     check_actions(kind, spec)
     if spec.action_dim < 1 or spec.chunk < 1:
         raise PolicyError(f"spec.action_dim and spec.chunk must be at least 1, got {spec.action_dim}, {spec.chunk}")
-    spec = _with_observations(kind, spec, found.format.observations(architecture))
+    spec = _with_observations(kind, spec, observations_of(kind, architecture))
     for name, size in vars(spec).items():
         largest = {"image_size": LARGEST_IMAGE, "discrete_actions": LARGEST_VOCABULARY}.get(name, LARGEST)
         if type(size) is int and not 0 <= size <= largest:
@@ -105,14 +105,19 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
     return policy
 
 
-def _with_observations(kind: str, spec: PolicySpec, own: tuple[int, int]) -> PolicySpec:
-    """The spec with the policy's own number of observations and their distance.
+def observations_of(kind: str, architecture: Mapping[str, Any]) -> tuple[int, int]:
+    """Number of observations that a decision of a policy with these options is made on, and env steps from each to the
+    next. Raises `PolicyError` for options that the kind does not take, and for numbers that no policy has."""
+    count, distance = _with_options(kind, architecture).format.observations(architecture)
+    if not 1 <= count <= LARGEST_HISTORY or not 1 <= distance <= LARGEST_HISTORY:
+        raise PolicyError(f"{kind} has observations {count} and distance {distance}: each is of 1 to {LARGEST_HISTORY}")
+    return count, distance
 
-    Raises `PolicyError` for numbers that no policy has, and for a spec of another policy's.
-    """
+
+def _with_observations(kind: str, spec: PolicySpec, own: tuple[int, int]) -> PolicySpec:
+    """The spec with the policy's own number of observations and their distance. Raises `PolicyError` for a spec of
+    another policy's."""
     given = (spec.observations, spec.distance)
-    if min(own) < 1 or max(own) > LARGEST_HISTORY:
-        raise PolicyError(f"{kind} has observations {own[0]} and distance {own[1]}: each is of 1 to {LARGEST_HISTORY}")
     if given not in ((1, 1), own):
         raise PolicyError(
             f"{kind} decides on {own[0]} observations at a distance of {own[1]} env steps, and the spec has {given[0]} "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from embodied.demonstrations.data_files import RecordedEpisode
 from embodied.demonstrations.layout import DatasetError, Feature
-from embodied.demonstrations.reader import Batch, Dataset
+from embodied.demonstrations.reader import Batch, Dataset, History
 from embodied.demonstrations.writer import DatasetWriter, FileSizes
 
-__all__ = ["Batch", "Dataset", "DatasetError", "DatasetWriter", "RecordedEpisode", "Feature", "FileSizes"]
+__all__ = ["Batch", "Dataset", "DatasetError", "DatasetWriter", "Feature", "FileSizes", "History", "RecordedEpisode"]

@@ -29,7 +29,11 @@ Draw = np.random.Generator
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Changes frames by a recipe of `RECIPES`. Random numbers differ between pictures."""
+    """Changes frames by a recipe of `RECIPES`. Random numbers differ between rows and between cameras.
+
+    The K observations of a row are changed by the same numbers: between them nothing moves but what the robot and the
+    objects did.
+    """
 
     recipe: str
     seed: int
@@ -38,13 +42,17 @@ class Augmentation:
         _torchvision()  # whoever has none is told before anything is read
 
     def applied(self, frames: Mapping[str, Frames], rows: Index, epoch: int) -> dict[str, Frames]:
-        """The frames uint8 [B, H, W, 3] of each camera, changed; `rows` [B] and `epoch` key the random numbers."""
+        """The frames uint8 [B, H, W, 3], or [B, K, H, W, 3], of each camera, changed; `rows` [B] and `epoch` key the
+        random numbers."""
+
+        def changed(picture: Frames, camera: str, number: int, row: int) -> Frames:
+            if picture.ndim == 4:
+                return np.stack([changed(each, camera, number, row) for each in picture])
+            return augmented(picture, self.recipe, generator(AUGMENTATION, self.seed, number, epoch, row), camera)
+
         return {
             camera: np.stack(
-                [
-                    augmented(picture, self.recipe, generator(AUGMENTATION, self.seed, number, epoch, row), camera)
-                    for picture, row in zip(pictures, rows.tolist(), strict=True)
-                ]
+                [changed(picture, camera, number, row) for picture, row in zip(pictures, rows.tolist(), strict=True)]
             )
             for number, (camera, pictures) in enumerate(frames.items())
         }

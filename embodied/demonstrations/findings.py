@@ -18,7 +18,7 @@ from PIL import Image
 from embodied.config.schema import Check, Config
 from embodied.demonstrations import layout
 from embodied.demonstrations.mixture import SHIPPED, GripperMap, Source
-from embodied.demonstrations.reader import Dataset
+from embodied.demonstrations.reader import Dataset, History
 from embodied.errors import shown
 from sim_farm.contract import EpisodeSpec, FarmError, Physics, TaskInfo, TaskSpec, UInt8
 from sim_farm.registry import make_physics, make_renderer
@@ -247,11 +247,25 @@ def oddities(source: Source, own: Numbers) -> Iterator[Finding]:
         )
 
 
-def compared(source: Source, own: Numbers, config: Config, environment: Environment) -> Iterator[Finding]:
+def check_history(source: Source, history: History) -> Iterator[Finding]:
+    """A warning about episodes that are all shorter than what the policy looks back."""
+    back = history.distance * (history.observations - 1)
+    longest = max((source.dataset.episodes[i].length for i in source.episodes), default=0)
+    if 0 < longest <= back:
+        yield Finding(
+            f"{source.dataset.folder}: the oldest of the policy's {history.observations} observations lies {back} env "
+            f"steps back, and the longest episode that is used has {longest} env steps: its first observation always "
+            "stands for the oldest one. A policy of fewer observations, or of a smaller distance, learns more from it"
+        )
+
+
+def compared(
+    source: Source, own: Numbers, config: Config, environment: Environment, history: History
+) -> Iterator[Finding]:
     """Findings in which the environment contradicts the dataset."""
     yield from _check_actions(source.dataset, own, environment)
     yield from _check_gripper(source.dataset, own, environment)
-    yield from _check_rate(source, environment.info)
+    yield from _check_rate(source, environment.info, history)
     if "images" in config.policy.reads:
         yield from _check_orientation(source, config)
         yield from _check_frames(source, environment)
@@ -409,7 +423,7 @@ def _agreement(own: Numbers, environment: Environment) -> int:
     return int(votes[0]) if len(votes) and (votes == votes[0]).all() else 0
 
 
-def _check_rate(source: Source, info: TaskInfo) -> Iterator[Finding]:
+def _check_rate(source: Source, info: TaskInfo, history: History) -> Iterator[Finding]:
     fps, hz = float(source.dataset.fps), info.control_hz
     if abs(fps - hz) <= max(0.5, 0.02 * hz):
         return
@@ -422,9 +436,18 @@ def _check_rate(source: Source, info: TaskInfo) -> Iterator[Finding]:
         return
     likely = [name for name, known in SHIPPED.items() if (known.written_fps, known.control_hz) == (fps, hz)]
     hint = f" ({' and '.join(likely)} write {fps:g} for recordings of {hz:g}: --sft.features says so)" if likely else ""
+    apart = ""
+    if history.observations > 1:
+        there, here, closest = history.distance / hz, history.distance / fps, 1 / fps
+        apart = (
+            f", and the {history.observations} observations of a decision are {here:.3g} s apart in the one and "
+            f"{there:.3g} s in the other"
+        )
+        if closest > 1.02 * there:
+            apart += f" (the dataset has no two frames closer than {closest:.3g} s)"
     yield Finding(
         f"{source.dataset.folder}: {fps:g} frames per second, and {info.spec.name} runs at {hz:g} env steps a second: "
-        f"an action of the one moves {max(fps, hz) / min(fps, hz):.3g} times as long as one of the other{hint}",
+        f"an action of the one moves {max(fps, hz) / min(fps, hz):.3g} times as long as one of the other{apart}{hint}",
         "fps",
     )
 

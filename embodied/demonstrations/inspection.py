@@ -30,6 +30,7 @@ from embodied.demonstrations.findings import (
     Environment,
     Finding,
     Numbers,
+    check_history,
     check_instructions,
     compared,
     dimension,
@@ -38,10 +39,11 @@ from embodied.demonstrations.findings import (
     oddities,
 )
 from embodied.demonstrations.mixture import Demonstrations, Source, succeeded
-from embodied.demonstrations.reader import Dataset
+from embodied.demonstrations.reader import ALONE, Dataset, History
 from embodied.errors import UserError
 from policies.capabilities import ResizesFrames, source_of_statistics
 from policies.contract import Policy
+from policies.registry import observations_of
 from sim_farm.contract import TaskInfo
 
 Float32 = npt.NDArray[np.float32]
@@ -161,15 +163,16 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
     shares = weights / max(weights.sum(), 1e-9)
     facts, findings = [], list[Finding]()
     reads = ("state", "proprio") if config is None else config.policy.reads
+    history = ALONE if config is None else History(*observations_of(config.policy.kind, config.policy.architecture))
     for source, share in zip(demonstrations.sources, shares.tolist(), strict=True):
         own = Numbers.of(source, demonstrations.gripper)
         found = _facts(source, share, own, environment)
         proprio, state = found.proprio if "proprio" in reads else (), found.state if "state" in reads else ()
         unread = () if environment is None or config is None else _unread(source.dataset, config, environment.info)
         facts.append(replace(found, proprio=proprio, state=state, unread=unread))
-        findings += oddities(source, own)
+        findings += [*oddities(source, own), *check_history(source, history)]
         if environment is not None and config is not None:
-            findings += compared(source, own, config, environment)
+            findings += compared(source, own, config, environment, history)
     if environment is not None and config is not None and "instruction" in config.policy.reads:
         # A run of several tasks has datasets of each.
         groups = [demonstrations.sources] if config.extra_tasks else [(source,) for source in demonstrations.sources]
@@ -183,7 +186,7 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
         control_hz=environment.info.control_hz,
         image_size=environment.info.spec.image_size if "images" in config.policy.reads else None,
         instruction=environment.instruction,
-        transforms=tuple(_transforms(demonstrations, config)),
+        transforms=tuple(_transforms(demonstrations, config, history)),
         insist=config.sft.insist,
     )
 
@@ -255,12 +258,18 @@ def _conventions_note(dataset: Dataset) -> str:
     return "by import.json: " + "; ".join(f"{name}: {text}" for name, text in dataset.conventions.items())[:1000]
 
 
-def _transforms(demonstrations: Demonstrations, config: Config) -> Iterator[str]:
+def _transforms(demonstrations: Demonstrations, config: Config, history: History) -> Iterator[str]:
     for source in demonstrations.sources:
         if source.features is not None:
             yield f"features of {source.dataset.folder} renamed: {source.features}"
     if config.sft.gripper != "as_is":
         yield f"last action element: sft.gripper {config.sft.gripper}"
+    if history.observations > 1:
+        steps = "env step" if history.distance == 1 else "env steps"
+        yield (
+            f"{history.observations} observations of each row, {history.distance} {steps} apart, the first of an "
+            "episode in place of those before it"
+        )
     entries = config.policy.options.get("transforms", ())
     for entry in entries if isinstance(entries, (list, tuple)) else ():
         yield f"policy.options.transforms: {entry}"

@@ -20,7 +20,7 @@ import torch
 from embodied.demonstrations.augmentation import Augmentation
 from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.mixture import Demonstrations, Index
-from embodied.demonstrations.reader import Batch
+from embodied.demonstrations.reader import ALONE, Batch, History
 from embodied.errors import UserError
 from embodied.reporting.live import quiet
 
@@ -56,11 +56,13 @@ class Loader:
         *,
         chunk: int,
         cameras: Sequence[str],
+        history: History = ALONE,
         augmentation: Augmentation | None = None,
         workers: int = 0,
     ) -> None:
-        """`chunk` actions of each row are read, and the frames of `cameras`, which `augmentation` changes."""
-        self._reader = _Reader(replace(demonstrations), chunk, tuple(cameras), augmentation)
+        """`chunk` actions of each row are read, and the frames of `cameras`, which `augmentation` changes; `history`
+        says what of earlier rows is read with each."""
+        self._reader = _Reader(replace(demonstrations), chunk, tuple(cameras), history, augmentation)
         self._processes = [_Process(self._reader) for _ in range(workers)]
         self._idle: SimpleQueue[_Process] = SimpleQueue()
         for process in self._processes:
@@ -103,10 +105,11 @@ class _Reader:
     demonstrations: Demonstrations
     chunk: int
     cameras: tuple[str, ...]
+    history: History
     augmentation: Augmentation | None
 
     def read(self, rows: Index, epoch: int | None) -> Batch:
-        ((_, batch),) = self.demonstrations.batches(rows, self.chunk, self.cameras)
+        ((_, batch),) = self.demonstrations.batches(rows, self.chunk, self.cameras, self.history)
         if self.augmentation is None or epoch is None:
             return batch
         return replace(batch, frames=self.augmentation.applied(batch.frames, rows, epoch))

@@ -24,7 +24,7 @@ from embodied.config.schema import SFTConfig, indices_of
 from embodied.demonstrations import layout
 from embodied.demonstrations.data_files import RecordedEpisode
 from embodied.demonstrations.layout import Feature
-from embodied.demonstrations.reader import Batch, Dataset
+from embodied.demonstrations.reader import ALONE, Batch, Dataset, History
 from embodied.errors import UserError, nearest, shown
 from embodied.hub import dataset_folder
 from embodied.trajectories.random_streams import permutation
@@ -143,11 +143,13 @@ class Demonstrations:
             if len(places):
                 yield places
 
-    def batches(self, rows: Index, chunk: int, cameras: Sequence[str]) -> Iterator[tuple[Index, Batch]]:
+    def batches(
+        self, rows: Index, chunk: int, cameras: Sequence[str], history: History = ALONE
+    ) -> Iterator[tuple[Index, Batch]]:
         """Yield one batch per dataset that contains any of `rows`, with the positions of the batch's rows in `rows`."""
         for places in self.by_dataset(rows):
             number = int(np.searchsorted(self.begins, rows[places[0]], "right")) - 1
-            batch = self.datasets[number].batch(rows[places] - self.begins[number], chunk, cameras)
+            batch = self.datasets[number].batch(rows[places] - self.begins[number], chunk, cameras, history)
             yield places, replace(batch, actions=self.gripper.applied(batch.actions))
 
     def column(self, name: str) -> Float32:

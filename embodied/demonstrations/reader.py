@@ -31,8 +31,39 @@ READ_AND_DONE = (layout.PROPRIO, layout.STATE, layout.ACTION)
 
 
 @dataclass(frozen=True)
+class History:
+    """What is read of the rows before a row, which are env steps of its episode."""
+
+    observations: int = 1
+    """K: observations, the row's own among them. The first row of an episode stands for those before it."""
+    distance: int = 1
+    """Rows from each of the K observations to the next."""
+    actions: int = 0
+    """Number of actions before the row's own with which the actions begin."""
+
+    def read(
+        self, rows: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | slice]:
+        """Rows to read, each once, for the observations of `rows` [B] in episodes that begin at `begins` [B], and their
+        places [B, K] among what was read; for one observation the rows as they are."""
+        if self.observations == 1:
+            return rows, slice(None)
+        back = self.distance * np.arange(self.observations - 1, -1, -1)
+        seen = np.maximum(rows[:, None] - back, begins[:, None])
+        read, places = np.unique(seen, return_inverse=True)
+        return read, places.reshape(seen.shape)
+
+
+ALONE = History()
+"""A row without those before it."""
+
+
+@dataclass(frozen=True)
 class Batch:
-    """B rows: what was seen, and the C actions that followed. Arrays are the caller's."""
+    """B rows: what was seen, and the C actions that followed. Arrays are the caller's.
+
+    For K > 1 observations (`History.observations`) proprioception, state and frames have an axis K behind the batch's.
+    """
 
     proprio: npt.NDArray[np.float32] | None
     """[B, P] `observation.state`; None where the dataset has none."""
@@ -42,9 +73,9 @@ class Batch:
     """[B, H, W, 3] for each requested camera."""
     instruction: tuple[str, ...]
     actions: npt.NDArray[np.float32]
-    """[B, C, A]; after an episode's end its last action again."""
+    """[B, C, A]; after an episode's end its last action again, before its beginning the first."""
     padding: npt.NDArray[np.bool_]
-    """[B, C] True after the episode's end."""
+    """[B, C] True outside of the episode."""
 
     def inputs(self) -> Inputs:
         """The observations as a policy takes them; tensors share the batch's memory."""
@@ -150,21 +181,30 @@ class Dataset:
             return None
         return metadata.read_task(self.folder / layout.PROVENANCE, self.provenance)
 
-    def batch(self, indices: Rows, chunk: int = 1, cameras: Sequence[str] | None = None) -> Batch:
-        """The rows `indices` with `chunk` actions each, and the frames of `cameras` (None: of all)."""
+    def batch(
+        self,
+        indices: Rows,
+        chunk: int = 1,
+        cameras: Sequence[str] | None = None,
+        history: History = ALONE,
+    ) -> Batch:
+        """The rows `indices` with `chunk` actions each from their own on, and the frames of `cameras` (None: of all);
+        `history` says what of earlier rows is read with each."""
         rows = self._checked(indices)
-        ends = self._ends[self.episode_of(rows)]
-        ahead = rows[:, None] + np.arange(chunk)
-        acted = np.minimum(ahead, ends[:, None] - 1).ravel()
+        episodes = self.episode_of(rows)
+        begins, ends = self._begins[episodes], self._ends[episodes]
+        ahead = rows[:, None] + np.arange(-history.actions, chunk)
+        acted = np.clip(ahead, begins[:, None], ends[:, None] - 1).ravel()
+        read, places = history.read(rows, begins)
         names = self.cameras if cameras is None else cameras
-        self.check_finite(acted)
+        self.check_finite(np.concatenate([read, acted]))
         return Batch(
-            proprio=self._vectors(layout.PROPRIO, rows) if layout.PROPRIO in self.features else None,
-            state=self._vectors(layout.STATE, rows) if layout.STATE in self.features else None,
-            frames={name: self.frames(name, rows) for name in names},
+            proprio=self._vectors(layout.PROPRIO, read)[places] if layout.PROPRIO in self.features else None,
+            state=self._vectors(layout.STATE, read)[places] if layout.STATE in self.features else None,
+            frames={name: self.frames(name, read)[places] for name in names},
             instruction=tuple(self.tasks[index] for index in self._task_of[rows].tolist()),
             actions=self._vectors(layout.ACTION, acted).reshape(*ahead.shape, -1),
-            padding=ahead >= ends[:, None],
+            padding=(ahead < begins[:, None]) | (ahead >= ends[:, None]),
         )
 
     def column(self, name: str) -> npt.NDArray[Any]:

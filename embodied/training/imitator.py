@@ -19,7 +19,7 @@ from torch import Tensor
 
 from embodied import progress
 from embodied.config.schema import Config, risen
-from embodied.demonstrations import Batch, layout
+from embodied.demonstrations import Batch, History, layout
 from embodied.demonstrations.augmentation import CROPS, Augmentation
 from embodied.demonstrations.findings import Finding, names_of
 from embodied.demonstrations.inspection import Inspection
@@ -36,7 +36,7 @@ from embodied.runtime.ranks import Ranks
 from embodied.training.interrupts import deferred_interrupts
 from embodied.trajectories.random_streams import IMITATION, generator, permutation
 from embodied.workflows.context import make_policy, policy_spec
-from policies.capabilities import HasUnits, Imitates, Normalises, Observes, source_of_statistics
+from policies.capabilities import HasUnits, Imitates, Normalises, Observes, earlier_actions, source_of_statistics
 from policies.contract import Inputs, Policy, PolicyError
 from sim_farm.contract import TaskInfo
 
@@ -91,11 +91,13 @@ class Imitator(TrainedPolicy):
         """Passes of the steps to come, in their order."""
         group = Ranks("learner", rank, ranks, device_of(policy))
         super().__init__(policy, config, replace(place, threads=threads), group)
+        self._history = History(policy.spec.observations, policy.spec.distance, earlier_actions(policy))
         # Last, since its processes have to be closed.
         self._loader = Loader(
             demonstrations,
             chunk=policy.spec.predicted,
             cameras=policy.spec.cameras,
+            history=self._history,
             augmentation=Augmentation(config.sft.augment, config.seed) if config.sft.augment else None,
             workers=config.sft.loader_workers,
         )
@@ -125,7 +127,7 @@ class Imitator(TrainedPolicy):
                 policy.adopt_units(torch.from_numpy(data.column("action")), proprio)
             if isinstance(policy, Observes):
                 for rows in np.array_split(data.train, -(-len(data.train) // OBSERVED)):
-                    for _, batch in data.batches(rows, 1, ()):
+                    for _, batch in data.batches(rows, 1, (), self._history):
                         policy.observe(self._shown(batch))
             for statistics in policy.buffers():  # another kind of processor may round them differently
                 self.ranks.broadcast(statistics)
@@ -195,9 +197,8 @@ class Imitator(TrainedPolicy):
                 progress.report()
                 share = self._loss(read, batch, noise)
                 predicted = self.policy.act(self._shown(batch), None).chunk.cpu()
-                actions, padding = (
-                    torch.from_numpy(part[:, : predicted.shape[1]]) for part in (batch.actions, batch.padding)
-                )
+                executed = slice(self._history.actions, self._history.actions + predicted.shape[1])
+                actions, padding = (torch.from_numpy(part[:, executed]) for part in (batch.actions, batch.padding))
                 off = (predicted - actions).abs()[~padding]
                 if read.counts:
                     found["loss"] += float(share)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import policies
 from policies import Action, Evaluation, Inputs, Policy, PolicySpec
-from policies.capabilities import GathersInGroups, Imitates, Observes, Precomputes
+from policies.capabilities import GathersInGroups, Imitates, Observes, Precomputes, earlier_actions
 from policies.conformance.reporting import NotApplicable
 from policies.contract import actor_parameters
 from policies.registry import policy_kind
@@ -337,7 +337,7 @@ def law_uncounted_actions_do_not_matter(policy: Policy, inputs: Inputs) -> None:
     """Actions that are not counted change neither the loss nor the gradient."""
     rows = _rows(inputs)
     actions, _ = demonstrations(policy, rows)
-    counted = torch.arange(policy.spec.predicted) < torch.arange(rows)[:, None]  # row i: its first i actions
+    counted = torch.arange(actions.shape[1]) < torch.arange(rows)[:, None]  # row i: its first i actions
     other = torch.where(counted[..., None], actions, torch.nan)
     noise = random_noise(policy, rows, 1)
     first, second = (_imitate(policy, inputs, demonstrated, counted, noise) for demonstrated in (actions, other))
@@ -354,7 +354,7 @@ def law_each_counted_action_matters(policy: Policy, inputs: Inputs) -> None:
     rows = _rows(inputs)
     actions, counted = demonstrations(policy, rows)
     loss = _imitation(policy, inputs)
-    for c in range(policy.spec.predicted):
+    for c in range(actions.shape[1]):
         moved, choices = actions.clone(), policy.spec.discrete_actions
         moved[:, c] = (moved[:, c] + 1) % choices if choices else -moved[:, c]
         other = _imitate(policy, inputs, moved, counted, random_noise(policy, rows, 1))
@@ -376,7 +376,7 @@ def law_imitation_brings_the_mode_to_the_demonstrations(
     """Training on a few demonstrations makes the mode what was demonstrated."""
     few = inputs.rows(torch.arange(4))
     actions, counted = demonstrations(policy, 4)
-    executed = actions[:, : policy.spec.chunk]
+    executed = actions[:, earlier_actions(policy) :][:, : policy.spec.chunk]
     before = float((policy.act(few, None).chunk - executed).abs().mean())
     optimizer = torch.optim.Adam(actor_parameters(policy), lr=lr)
     for step in range(steps):
@@ -416,8 +416,9 @@ IMITATION_LAWS: list[Callable[..., None]] = [
 
 
 def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:
-    """Actions [rows, H, A] that every policy can take, and that all of them count."""
-    shape, choices = (rows, policy.spec.predicted, policy.spec.action_dim), policy.spec.discrete_actions
+    """Actions [rows, E + P, A] that every policy can take, and that all of them count."""
+    spec = policy.spec
+    shape, choices = (rows, earlier_actions(policy) + spec.predicted, spec.action_dim), spec.discrete_actions
     actions = torch.rand(shape, generator=torch.Generator().manual_seed(8))
     actions = (choices * actions).floor() if choices else actions * 0.9 - 0.45
     return actions, torch.ones(shape[:2], dtype=torch.bool)

@@ -1,14 +1,20 @@
 """Small policies that decide on several observations."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import policies
 from policies import Inputs, Policy, PolicyError, PolicySpec, files
+from policies.capabilities import earlier_actions
 from policies.conformance import laws
+from policies.layers import counted_mean, mlp, only_counted
+from policies.policy_kind import PolicyKind
 from policies.registry import policy_kind
+from policies.small.encoders import HistoryFormat
 from policies.small.gaussian_mlp import GaussianMLP
 from tests.policies.test_policy_laws import HISTORY, IMAGE, SMALL, STATE, trained
 
@@ -137,3 +143,40 @@ def test_a_format_that_disagrees_with_its_policy_is_refused():
 
 class Derived(GaussianMLP):
     """A user's class without a `PolicyKind` of its own."""
+
+
+class Earlier(GaussianMLP):
+    """Predicts from the action before the present one on, which it executes none of."""
+
+    earlier_actions = 1
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        *,
+        widths: Sequence[int] = (32,),
+        critic_widths: Sequence[int] | None = None,
+        initial_log_std: float = -1.0,
+        observations: int = 1,
+        distance: int = 1,
+    ) -> None:
+        options: Any = {"initial_log_std": initial_log_std, "observations": observations, "distance": distance}
+        super().__init__(spec, widths=widths, critic_widths=critic_widths, **options)
+        self.before = mlp(self.spec.observations * spec.state_dim, [], spec.action_dim, last_gain=1.0)
+
+    def imitate(
+        self, inputs: Inputs, actions: torch.Tensor, counted: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
+        said = self.before(self._state(inputs))[:, None]
+        off = counted_mean((said - only_counted(actions[:, :1], counted[:, :1])).square(), counted[:, :1])
+        return off + super().imitate(inputs, actions[:, 1:], counted[:, 1:], noise)
+
+
+EARLIER = PolicyKind(Earlier, format=HistoryFormat(), scales_to_bounds=True)
+
+
+@pytest.mark.parametrize("law", laws.IMITATION_LAWS, ids=lambda law: law.__name__)
+def test_a_policy_that_imitates_earlier_actions_obeys(law):
+    policy = trained("tests.policies.test_history:EARLIER", replace(STATE, chunk=3), {**SMALL, "observations": 2})
+    assert earlier_actions(policy) == 1
+    law(policy, laws.random_inputs(policy.spec, 6, seed=7))

@@ -41,6 +41,10 @@ from tests.embodied.training.test_pi0_end_to_end import CHECKPOINT
 from tests.variants import often
 
 FLOW: dict[str, Any] = {**STATES, "policy": {"kind": "flow", "chunk": 4, "options": {"widths": [32]}}}
+HISTORY: dict[str, Any] = {
+    **STATES,
+    "policy": {"options": {**STATES["policy"]["options"], "observations": 2, "distance": 3}},
+}
 VLA: dict[str, Any] = {
     **PIXELS,
     "env": {**PIXELS["env"], "image_size": 56},
@@ -131,7 +135,7 @@ def test_ranks_and_micro_batches_have_the_gradient_of_one(
     ranks: int, sharding: str, micro: int | None, demos: Dataset
 ) -> None:
     """Two datasets of uneven shares: ranks have different numbers of passes, and one has none of a dataset."""
-    for settings in (STATES, FLOW):
+    for settings in (HISTORY, FLOW):
         data = {"data": [str(demos.folder)] * 2, "episodes": ["0", "1-5"], "batch": 7, "holdout": 0}
         optim = {"max_grad_norm": float("inf")}
         one = config_of({**settings, "optim": optim}, demos, **data)
