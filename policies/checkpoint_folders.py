@@ -8,14 +8,15 @@ described     config.json, processors or statistics: the adapter's folder where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from policies.errors import PolicyError, shown
 from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, SINGLE, Shards, check_no_shards, read_json
 from policies.kinds import check_folders
-from policies.lerobot.processors import POST, PRE
+from policies.lerobot.processors import POST, PRE, Processors
 from policies.random_weights import RANDOM_WEIGHTS
 
 EXTRAS = "units.safetensors"
@@ -42,6 +43,16 @@ class Folders:
     weights: Path
     adapter: Path | None
     described: Path
+
+
+@dataclass(frozen=True)
+class DescribedFolders(Folders):
+    """The folders, and what they say of a network's inputs and outputs."""
+
+    config: Mapping[str, Any]
+    """config.json of `described`."""
+    processors: Processors | None
+    """LeRobot's. None: before LeRobot 0.4, or another project's."""
 
 
 def find_folders(kind: str, checkpoint: str, adapter: str = "", saved: str = "") -> Folders:
@@ -91,15 +102,32 @@ def is_random(folder: Path) -> bool:
 
 
 def check_all_is_read(
-    folder: Path, read: Collection[Path], passed_folders: Collection[str], way: Callable[[Path], str | None]
+    found: Folders,
+    processors: Processors | None,
+    *,
+    saved: bool,
+    further: Collection[Path] = (),
+    passed_folders: Collection[str] = PASSED_FOLDERS,
 ) -> None:
-    """Raise `PolicyError` for a file that may have trained numbers, and is neither in `read` nor known to be of none;
-    `way` may know what to do about it."""
-    check_no_shards(folder)
-    for path in own_files(folder, passed_folders):
-        if path in read or path.name in PASSED or path.suffix not in JUDGED or path.name.startswith("."):
-            continue
-        raise PolicyError(f"{path} is there, and nothing reads it: {way(path) or _way(path)}")
+    """Raise `PolicyError` for a file of the folders that may have trained numbers, and is neither read nor known to be
+    of none. `saved`: a folder is of a policy that this project saved; `further` are files that the policy's kind reads
+    beside weights and processors."""
+    for folder in {found.weights, found.described, *([found.adapter] if found.adapter is not None else [])}:
+        read = weight_files(folder) if folder == found.weights else {folder / name for name in (CONFIG, INDEX, SINGLE)}
+        if folder == found.adapter:
+            read |= {folder / ADAPTER, folder / ADAPTER_CONFIG}
+        if folder != found.described:
+            # What an adapter was trained with takes their place.
+            read |= {folder / PRE, folder / POST, *folder.glob("policy_*processor_step_*.safetensors")}
+        elif processors is not None:
+            read |= {folder / PRE, folder / POST, *processors.state_files}
+        if saved:
+            read |= {folder / EXTRAS}
+        check_no_shards(folder)
+        for path in own_files(folder, passed_folders):
+            passed = path.name in PASSED or path.suffix not in JUDGED or path.name.startswith(".")
+            if not passed and path not in read and path not in further:
+                raise PolicyError(f"{path} is there, and nothing reads it: {_way(path)}")
 
 
 def weight_files(folder: Path) -> set[Path]:
@@ -131,6 +159,8 @@ def _way(path: Path) -> str:
         )
     if path.name == EXTRAS:
         return "the folder is of a policy that this project saved; embodied export writes a checkpoint of it"
+    if path.name == NORM_STATS:
+        return "statistics of LeRobot's policies are in their processors; move it away if these are right"
     return "move it away if the policy was trained without it"
 
 

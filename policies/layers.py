@@ -12,6 +12,7 @@ from policies.contract import PolicyError
 
 HIDDEN_GAIN = math.sqrt(2)
 MOST_LAYERS, WIDEST = 64, 2**16
+ROTATION_BASE = 10_000.0
 
 
 def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float = HIDDEN_GAIN) -> nn.Linear | nn.Conv2d:
@@ -101,3 +102,12 @@ def counted_mean(losses: Tensor, counted: Tensor) -> Tensor:
     """[B]: each row's mean of the losses [B, H, A] over its counted actions [B, H]; 0 for a row without any."""
     weights = counted[..., None].to(losses.dtype).expand_as(losses)
     return (losses * weights).sum((1, 2)) / weights.sum((1, 2)).clamp(min=1)
+
+
+def rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines float32 [B, 1, L, D] of the rotary embedding (arXiv 2104.09864) at positions int64 [B, L], for
+    heads of D numbers whose halves are rotated against each other."""
+    exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angle = positions[..., None].float() / ROTATION_BASE**exponent
+    angle = torch.cat([angle, angle], -1)[:, None]
+    return angle.cos(), angle.sin()

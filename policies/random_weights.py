@@ -5,12 +5,17 @@ gigabytes are neither written nor read; and the words of their tokenizers.
 from __future__ import annotations
 
 import string
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from policies.contract import PolicyError
+from policies.errors import PolicyError, shown
+from policies.files import SHOWN_ERROR
+
+N = TypeVar("N", bound=nn.Module)
 
 MOST_WEIGHTS = 10**11
 """Largest number of parameters of such a network."""
@@ -28,11 +33,52 @@ SINGLE = ("\n", *string.ascii_letters, *string.digits, *string.punctuation)
 """Characters with which they spell other words."""
 
 
+def empty_network(path: Path, build: Callable[[], N]) -> N:
+    """The network that the config.json at `path` describes, on the meta device. Raises `PolicyError` where its parts do
+    not fit together, or it has more numbers than there can be."""
+    try:
+        with torch.device("meta"):
+            network = build()
+    except PolicyError:
+        raise
+    except Exception as error:  # transformers and timm raise anything for what they have not thought of
+        what = str(error)[:SHOWN_ERROR] or type(error).__name__
+        raise PolicyError(f"{path} does not describe a network that can be built: {what}") from error
+    check_weights(path, network)
+    return network
+
+
+def seed_of(path: Path, config: Mapping[str, Any]) -> int:
+    """The seed of random weights in the config.json at `path`. Raises `PolicyError` for what is none."""
+    seed = config[RANDOM_WEIGHTS]
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise PolicyError(f"{path}: {RANDOM_WEIGHTS} must be a seed, got {shown(seed)}")
+    return seed
+
+
 def check_weights(source: Path, network: nn.Module) -> None:
     """Raise `PolicyError`, which names the source, if a network on the meta device has more than there can be."""
     count = sum(tensor.numel() for tensor in network.state_dict().values())
     if count > MOST_WEIGHTS:
         raise PolicyError(f"{source} describes a network of {count} numbers; at most {MOST_WEIGHTS} can be read")
+
+
+def draw_network(
+    network: nn.Module,
+    seed: int,
+    dtype_of: Callable[[str], torch.dtype],
+    scale_of: Callable[[str], float] = lambda name: 1.0,
+) -> torch.Generator:
+    """Give an empty network random weights, on torch's default device. The functions give the dtype of a parameter, and
+    the `scale` of `draw` for it, by its name. Returns the generator, which may draw more."""
+    device = torch.get_default_device()
+    for name, parameter in network.named_parameters():
+        parameter.data = parameter.data.to(dtype_of(name))
+    network.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in network.state_dict().items():
+        draw(name, tensor, generator, scale_of(name))
+    return generator
 
 
 def draw(name: str, tensor: Tensor, generator: torch.Generator, scale: float = 1.0) -> None:

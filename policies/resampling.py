@@ -37,17 +37,22 @@ def resize(frames: Tensor, height: int, width: int, name: Filter) -> Tensor:
     return frames
 
 
+def fitted_size(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    """Height and width of pictures fitted into `rows` x `columns`: openpi and LeRobot divide by the larger of the two
+    ratios and cut off what is behind the point."""
+    ratio = max(width / columns, height / rows)
+    return int(height / ratio), int(width / ratio)
+
+
 def fit_square(frames: Tensor, size: int, name: Filter) -> Tensor:
     """uint8 [B, H, W, 3] to [B, size, size, 3], fitted in by `resize` with black at the sides.
 
-    As openpi's clients do it (openpi_client/image_tools.py, resize_with_pad), which divide by the larger of the two
-    ratios and cut off what is behind the point.
+    As openpi's clients do it (openpi_client/image_tools.py, resize_with_pad).
     """
     height, width = frames.shape[1:3]
     if (height, width) == (size, size):
         return frames
-    ratio = max(width / size, height / size)
-    rows, columns = int(height / ratio), int(width / ratio)
+    rows, columns = fitted_size(height, width, size, size)
     top, left = (size - rows) // 2, (size - columns) // 2
     square = frames.new_zeros(len(frames), size, size, 3)
     square[:, top : top + rows, left : left + columns] = resize(frames, rows, columns, name)

@@ -115,6 +115,18 @@ def first_of(units: RobotUnits, folder: Path, state_dim: int, action_dim: int) -
     return RobotUnits(*found)
 
 
+def all_of(units: RobotUnits, folder: Path, state_dim: int, action_dim: int) -> RobotUnits:
+    """Units of the robot's own numbers, where files have no padding. Raises `PolicyError` unless they are as many."""
+    for what, of, size in (("the state", units.state, state_dim), ("the action", units.action, action_dim)):
+        if of.centre.dim() and size and len(of.centre) != size:
+            raise PolicyError(
+                f"{folder}: the statistics of {what} are of {len(of.centre)} numbers, the task's has {size}: take a "
+                "checkpoint of this robot, choose numbers with policy.options.transforms, or set policy.options.asset "
+                f"to {DEMONSTRATIONS}"
+            )
+    return first_of(units, folder, state_dim, action_dim)
+
+
 def unchanged() -> Units:
     """Units of numbers that stay as they are, however many there are."""
     return Units(torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64))

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from policies.act.config import SAVED, ActConfig, checked_config, read_config
 from policies.act.network import ActNetwork
-from policies.checkpoint_folders import EXTRAS, PASSED_FOLDERS, check_all_is_read, is_random, weight_files
+from policies.checkpoint_folders import Folders, check_all_is_read, is_random
 from policies.contract import PolicyError
 from policies.files import CONFIG, INDEX, SINGLE, Shards, shown, write_json, write_tensors
 from policies.kinds import check_folders
 from policies.lerobot.buffers import BUFFERS, buffer_units
 from policies.lerobot.default_steps import default_units, read_default, write_default
 from policies.lerobot.processors import ACTION, POST, PRE, STATE, Processors
-from policies.random_weights import RANDOM_WEIGHTS, check_weights
+from policies.random_weights import RANDOM_WEIGHTS, empty_network, seed_of
 from policies.units import Units
 
 PREFIX = "model."
@@ -90,18 +90,13 @@ def find_source(checkpoint: str, saved: str = "") -> Source:
     has_processors = (folder / PRE).exists() or (folder / POST).exists()
     older = not has_processors and any(map(BUFFERS.match, shards.files))
     processors = None if older else read_default(folder, raw)
-    read = weight_files(folder) | ({folder / EXTRAS} if saved else set())
-    if processors is not None:
-        read |= {folder / PRE, folder / POST, *processors.state_files}
-    check_all_is_read(folder, read, PASSED_FOLDERS, lambda path: None)
+    check_all_is_read(Folders(folder, None, folder), processors, saved=bool(saved))
     return Source(folder, raw, processors)
 
 
 def load_network(source: Source, config: ActConfig) -> ActNetwork:
     """The network on the CPU. Raises `PolicyError` unless the files have exactly its tensors, beside statistics."""
-    with torch.device("meta"):
-        network = ActNetwork(config.sizes)
-    check_weights(source.folder / CONFIG, network)
+    network = empty_network(source.folder / CONFIG, lambda: ActNetwork(config.sizes))
     if source.is_new:
         return _drawn(source, config, sum(tensor.numel() for tensor in network.state_dict().values()))
     network.load_state_dict(read_weights(source.folder, network), assign=True)
@@ -120,9 +115,8 @@ def _read(shards: Shards, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _drawn(source: Source, config: ActConfig, count: int) -> ActNetwork:
-    path, seed = source.folder / CONFIG, source.config[RANDOM_WEIGHTS]
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise PolicyError(f"{path}: {RANDOM_WEIGHTS} must be a seed, got {shown(seed)}")
+    path = source.folder / CONFIG
+    seed = seed_of(path, source.config)
     if count > MOST_DRAWN:
         raise PolicyError(f"{path} describes a network of {count} numbers; at most {MOST_DRAWN} are drawn")
     with torch.random.fork_rng(devices=[]):

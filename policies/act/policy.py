@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from policies.act.checkpoint import IMAGENET, PIXELS, find_source, load_network, read_units
 from policies.act.config import MOST_ENSEMBLE, checked_config, coefficient_of, for_task
 from policies.act.network import Encoded, Observation
-from policies.capabilities import Normalised
-from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
+from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.files import CONFIG, shown
 from policies.layers import (
     checked_noise,
@@ -27,9 +26,10 @@ from policies.layers import (
 )
 from policies.lerobot.features import ordered_cameras
 from policies.lerobot.processors import ACTION, STATE
-from policies.small.encoders import vector
+from policies.robot_policy import RobotPolicy
+from policies.small.encoders import camera_frames
 from policies.transforms import Gripper, Transforms
-from policies.units import DEMONSTRATIONS, RobotUnits, StoredUnits, Units, demonstrated, identity
+from policies.units import DEMONSTRATIONS, RobotUnits, StoredUnits, Units, identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class ActOptions:
         return data | lists | {"initial_log_std": float(self.initial_log_std)}
 
 
-class Act(Policy):
+class Act(RobotPolicy):
     """Reads frames and, where the network has a state, proprioception.
 
     Of the N actions of a chunk the first C are executed. They are drawn from normal distributions around what the
@@ -165,7 +165,7 @@ class Act(Policy):
         """
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
-        wanted = only_counted(self._normalised(actions, inputs), counted)
+        wanted = only_counted(self._normalised(actions, inputs).float(), counted)
         latent, divergence = self._latent_of_none(seen), seen.state.new_zeros(len(seen.state))
         if self.config.use_vae:
             z = checked_noise(noise, self.noise_dim)[:, self.executed :]
@@ -175,30 +175,6 @@ class Act(Policy):
             divergence = each.sum(1) * counted.any(1)
         found = self.network.decode(self.network.encode(seen, latent))
         return counted_mean((found - wanted).abs(), counted), divergence
-
-    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
-        if self.options.asset == DEMONSTRATIONS:
-            nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
-            state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
-            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
-            self.units.fill(demonstrated(state, said))
-
-    own_units = f"asset {DEMONSTRATIONS}"
-
-    @property
-    def normalised_by(self) -> str:
-        return "the rows learned from" if self.options.asset == DEMONSTRATIONS else "the checkpoint's own"
-
-    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
-        given = self._given(inputs)
-        said = self.transforms.demonstrated(actions[:, None].double(), given)[:, 0]
-        found = [Normalised("action", said, *self.units.action.ends)]
-        if given is not None:
-            found.append(Normalised("proprio", self.transforms.state(given), *self.units.state.ends))
-        return found
-
-    def architecture(self) -> dict[str, Any]:
-        return self.options.as_data()
 
     def described(self) -> tuple[dict[str, Any], dict[str, Units]]:
         """Entries of config.json of the policy as it is, and units of pictures, state and action by LeRobot's names.
@@ -245,13 +221,7 @@ class Act(Policy):
     def _observation(self, inputs: Inputs) -> Observation:
         pixels = []
         for name, (centre, scale) in zip(self.cameras, self.pictures.float(), strict=True):
-            frames = inputs.frames.get(name)
-            if frames is None:
-                given = ", ".join(inputs.frames) or "none"
-                raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
-                raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
-            shown_frames = self.transforms.frames(frames).permute(0, 3, 1, 2)
+            shown_frames = self.transforms.frames(camera_frames(inputs, name)).permute(0, 3, 1, 2)
             pixels.append((shown_frames.float() / 255 - centre[:, None, None]) / scale[:, None, None])
         given_state = self._given(inputs)
         if given_state is None:
@@ -259,19 +229,6 @@ class Act(Policy):
         else:
             state = self.units.state.normalise(self.transforms.state(given_state)).float()
         return Observation(torch.stack(pixels, 1), state)
-
-    def _given(self, inputs: Inputs) -> Tensor | None:
-        """[B, P] as the environment gives it, where it is read."""
-        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
-
-    def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
-        """[B, N, A] in the environment's units to the network's."""
-        said = self.transforms.demonstrated(actions.double(), self._given(inputs))
-        return self.units.action.normalise(said).float()
-
-    def _actions(self, said: Tensor, inputs: Inputs) -> Tensor:
-        """[B, C, A] in the network's units to the environment's."""
-        return self.transforms.executed(self.units.action.unnormalise(said), self._given(inputs)).float()
 
     # --- what is built
 

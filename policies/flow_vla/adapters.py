@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,25 @@ LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 """Linear layers of a layer of words or of actions, as a regular expression."""
 VISION_LAYER = r"encoder\.layers\.\d+\.(self_attn\.(q|k|v|out)_proj|mlp\.fc[12])"
 """The same of a vision transformer."""
+
+
+def attach(
+    network: Any,
+    rank: int,
+    alpha: float,
+    parts: Sequence[str],
+    *,
+    known: Sequence[str],
+    targets: Callable[[Any, Sequence[str], Callable[[str], str]], str],
+) -> None:
+    """Freeze the network and hang new adapters on the linear layers of its parts, some of those `known`. `targets`
+    gives PEFT's regular expression for the layers of the parts, their names as a function says. Raises `PolicyError`.
+    """
+    if not parts or not set(parts) <= set(known):
+        raise PolicyError(f"lora_parts must be some of {', '.join(known)}, got {list(parts)}")
+    lora.attach(network, {"r": rank, "lora_alpha": alpha, "target_modules": targets(network, parts, str)})
+    # What PEFT's own readers look for are the checkpoint's names.
+    network.adapter_config["target_modules"] = targets(network, parts, network.checkpoint_name)
 
 
 def attach_saved(

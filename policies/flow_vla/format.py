@@ -11,7 +11,7 @@ from torch import Tensor
 from policies import lora
 from policies.checkpoint_folders import EXTRAS
 from policies.denoising import PICKING
-from policies.files import check_tensors, read_tensors
+from policies.files import ADAPTER, ADAPTER_CONFIG, SINGLE, check_tensors, read_tensors, write_tensors
 from policies.flow_vla.policy import FlowVLA
 from policies.policy_kind import PolicyFormat
 from policies.transforms import Transforms
@@ -29,6 +29,27 @@ class FlowVLAFormat(PolicyFormat):
     def read_network(self, policy: Any, folder: Path) -> dict[str, Tensor]:
         """Tensors of a folder with whole weights, by the network's names. Raises `PolicyError`."""
         raise NotImplementedError
+
+    def describe(self, policy: Any, folder: Path) -> None:
+        """Write the folder of an adapter without its tensors, if the adapter's folder is to describe the policy."""
+        raise NotImplementedError
+
+    def write_whole(self, policy: Any, folder: Path) -> None:
+        """Write the folder of a policy without an adapter."""
+        raise NotImplementedError
+
+    def write(self, policy: Any, folder: Path) -> None:
+        """Write a directory, or an adapter alone in PEFT's layout, and the units to the last bit. What was there before
+        would make a reader take the folder for one of the other."""
+        if policy.adapted:
+            (folder / SINGLE).unlink(missing_ok=True)
+            self.describe(policy, folder)
+            lora.save_adapter(policy.network, folder)
+        else:
+            for name in (ADAPTER_CONFIG, ADAPTER):
+                (folder / name).unlink(missing_ok=True)
+            self.write_whole(policy, folder)
+        write_tensors(folder / EXTRAS, extras(policy))
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()

@@ -11,11 +11,22 @@ of the vision-language model, w that of the expert, K heads of keys and values, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from policies.lora import AdaptedModel
+
+DIGESTED = (
+    "projector.weight",
+    "action_out_proj.weight",
+    "mixture.vlm.layers.0.mlp.down_proj.weight",
+    "mixture.expert.layers.0.self_attn.q_proj.weight",
+)
+"""Tensors of a network that identify it: any fine-tuning changes at least one of them."""
+OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
+"""Beginnings of the names of the vision-language model's tensors."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,32 @@ class Prefix:
 
 
 class FlowNetwork(AdaptedModel):
-    """A network that gives the velocity of a noisy chunk."""
+    """A network that gives the velocity of a noisy chunk.
+
+    The vision-language model is `vision`, `projector`, `embedding` and `mixture.vlm`, the expert `mixture.expert`;
+    `checkpoint_name` gives their tensors' names in a checkpoint.
+    """
+
+    folder: Path | None = None
+    """Source of the tensors."""
+
+    @property
+    def base_folder(self) -> Path | None:
+        return self.folder
+
+    @property
+    def digested(self) -> tuple[str, ...]:
+        return tuple(map(self.checkpoint_name, DIGESTED))
+
+    def own_name(self, stored: str) -> str:
+        """The network's name of a checkpoint's tensor."""
+        raise NotImplementedError
+
+    def adapter_name(self, name: str) -> str:
+        return self.checkpoint_name(self.own_name(name))
+
+    def checkpoint_state(self) -> dict[str, Tensor]:
+        return {self.checkpoint_name(name): tensor for name, tensor in self.state_dict().items()}
 
     def prefix(self, seen: Observation) -> Prefix:
         """One pass over images and prompt."""

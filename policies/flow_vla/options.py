@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
+from policies.checkpoint_folders import DescribedFolders
 from policies.contract import PolicyError
 from policies.files import CONFIG, shown
+from policies.layers import checked_widths
+from policies.transforms import Transforms
 
 MOST_STEPS = 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,7 +36,7 @@ class FlowVLAOptions:
     """Folder of a saved policy, which takes the place of the checkpoint or the adapter; `policies.load` sets it."""
     asset: str = ""
     """Whose statistics give actions and states their units. `demonstrations`: the rows learned from
-    (`FlowVLA.adopt_units`)."""
+    (`RobotPolicy.adopt_units`)."""
     transforms: Sequence[Mapping[str, Any]] = ()
     """Entries of `policies.transforms`. What LeRobot's processors say is added to them."""
     steps: int | None = None
@@ -78,6 +81,24 @@ class FlowVLAOptions:
                 named = ", ".join(value for value in valid if value)
                 raise PolicyError(f"{self.name}'s {option} must be one of {named}, got {given!r}")
 
+    def with_checkpoint(self, source: DescribedFolders) -> Self:
+        """Options completed from the checkpoint: absolute folders, steps.
+
+        Raises `PolicyError` for a config.json with impossible steps, and for transforms or widths that cannot be.
+        """
+        checkpoint, adapter = (absolute(folder) for folder in (self.checkpoint, self.adapter))
+        if source.adapter is not None and not adapter and not self.weights:
+            # `checkpoint` is an adapter's folder, which names its base.
+            checkpoint, adapter = str(source.weights), str(source.adapter)
+        return replace(
+            self,
+            checkpoint=checkpoint,
+            adapter=adapter,
+            steps=steps_of(source.described, source.config) if self.steps is None else self.steps,
+            transforms=Transforms(self.transforms).as_data(),
+            value_widths=checked_widths("value_widths", self.value_widths),
+        )
+
     def as_data(self) -> dict[str, Any]:
         """All but `weights`, as JSON has them."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weights"}
@@ -102,6 +123,14 @@ def steps_of(folder: Path, config: Mapping[str, Any]) -> int:
     if type(given) is not int or not 1 <= given <= MOST_STEPS:
         raise PolicyError(f"{folder / CONFIG}: {name} is {shown(given)}, and is of 1 to {MOST_STEPS}")
     return given
+
+
+def with_horizon(config: Mapping[str, Any], horizon: int) -> dict[str, Any]:
+    """The config.json of the same network that predicts `horizon` actions: no weight depends on their number."""
+    if "action_horizon" in config:
+        return {**config, "action_horizon": horizon}
+    executed = min(config.get("n_action_steps", horizon), horizon)  # LeRobot refuses to execute more than it predicts
+    return {**config, "chunk_size": horizon, "n_action_steps": executed}
 
 
 def steps_entry(config: Mapping[str, Any]) -> str | None:

@@ -7,27 +7,28 @@ Flow-noise, the learned deviation of a drawn step, is a small separate network.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from policies.capabilities import Normalised
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.cuda_graphs import replayed, replaying
 from policies.denoising import Denoising, Draws, Field, stacked
 from policies.files import CONFIG, shown
-from policies.flow_vla.network import Cache, Observation, Prefix, mean_of
+from policies.flow_vla.network import OF_THE_VLM, Cache, Observation, Prefix, mean_of
+from policies.flow_vla.options import with_horizon
 from policies.layers import checked_noise, counted_mean, mlp, only_counted
 from policies.lerobot.features import Described
 from policies.lerobot.processors import PRE
 from policies.lora import AdaptedModel, AdaptedPolicy
-from policies.small.encoders import vector
+from policies.robot_policy import RobotPolicy
+from policies.small.encoders import camera_frames
 from policies.transforms import Differences, Transforms
-from policies.units import DEMONSTRATIONS, StoredUnits, demonstrated
+from policies.units import DEMONSTRATIONS
 
 NOISE_WIDTHS = (128, 64)
 BFLOAT16_TOLERANCE = 2e-2
@@ -85,7 +86,7 @@ class LearnedTimes:
         return self.offset + self.scale * uniform ** (1 / self.alpha)
 
 
-class FlowVLA(AdaptedPolicy):
+class FlowVLA(RobotPolicy, AdaptedPolicy):
     """Reads frames, the instruction and proprioception. A subclass builds its network, its units and its tokenizer.
 
     `policies.denoising` draws and scores the steps, with x of H * A numbers; the log-prob is that of the C * D executed
@@ -98,7 +99,8 @@ class FlowVLA(AdaptedPolicy):
     outputs for the actions at x = 0, t = 1: the same in rollout and update, whatever step is scored.
     """
 
-    own_units = f"asset {DEMONSTRATIONS}"
+    source: Any
+    """The checkpoint's folders: `policies.checkpoint_folders.DescribedFolders`, with what the subclass adds."""
     options: Any
     """`FlowVLAOptions`, with those of the subclass."""
     network: Any
@@ -107,17 +109,55 @@ class FlowVLA(AdaptedPolicy):
     """Sizes of the network: `horizon` and `action_dim` are those of a chunk."""
     state_width: int
     """S: numbers of a state, with the zeros that fill it up."""
-    transforms: Transforms
+    config: dict[str, Any]
+    """The network's config.json."""
     shown: PolicySpec
     """The spec as the network is shown it: after the transforms."""
-    cameras: tuple[str, ...]
-    """The task's, in the order in which the network reads them."""
-    units: StoredUnits
     times: LearnedTimes
     trains_prefix: bool
     """True if what the prefix is computed by is trained."""
     reads_suffix: bool
     """True if the critic reads the expert's outputs."""
+
+    def __init__(self, spec: PolicySpec, source: Any, options: Any) -> None:
+        """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
+        super().__init__()
+        self.source, self.options = source, options.with_checkpoint(source)
+        self.transforms = with_relative(source, Transforms(options.transforms), spec.action_dim)
+        if options.asset == DEMONSTRATIONS:
+            self.transforms.check_demonstrated_units()
+        self.spec, self.shown = spec, self.transforms.spec(spec)
+
+    def set_network(self, network: Any) -> None:
+        """Have this network, which predicts as many actions as the spec or else the checkpoint says. Raises
+        `PolicyError` where more are executed."""
+        self.network, self.config = network, dict(self.source.config)
+        if self.spec.horizon:  # no weight depends on it
+            network.sizes = replace(network.sizes, horizon=self.spec.horizon)
+            self.config = with_horizon(self.config, self.spec.horizon)
+        self.sizes = network.sizes
+        if self.spec.chunk > self.sizes.horizon:
+            raise PolicyError(
+                f"{self.source.described}: the checkpoint predicts {self.sizes.horizon} actions, and policy.chunk is "
+                f"{self.spec.chunk}: at most that, or set policy.horizon for a policy that learns from demonstrations "
+                "to predict so many"
+            )
+        self.spec = replace(self.spec, horizon=self.sizes.horizon)
+
+    def choose_trained(self, adapters: Any, trains: Callable[[str], bool]) -> None:
+        """Hang adapters on the network, by the functions `attach` and `attach_saved` of the module `adapters`; or else
+        freeze the tensors for whose names `trains` is False."""
+        options, network = self.options, self.network
+        if self.source.adapter is not None:
+            adapters.attach_saved(network, self.source.adapter, any_base=options.any_base)
+        elif options.lora_rank:
+            alpha = float(options.lora_alpha) or options.lora_rank
+            adapters.attach(network, options.lora_rank, alpha, options.lora_parts)
+        else:
+            for name, parameter in network.named_parameters():
+                parameter.requires_grad_(trains(name))
+        trained = (name for name, parameter in network.named_parameters() if parameter.requires_grad)
+        self.trains_prefix = any(name.startswith(OF_THE_VLM) for name in trained)
 
     def pixels(self, frames: Tensor) -> Tensor:
         """A camera's uint8 [B, H, W, 3] to the network's float32 [B, 3, height, width] in -1..1."""
@@ -159,7 +199,7 @@ class FlowVLA(AdaptedPolicy):
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         seen = self._observation(inputs)
         x, log_prob, value, trace = self._decided(seen, self.denoising.draws(noise, len(seen.state)))
-        return Action(self._actions(x, inputs), self._shaped(log_prob), value, trace)
+        return Action(self._actions(self._executed(self._latent(x)), inputs), self._shaped(log_prob), value, trace)
 
     @replayed
     def _decided(self, seen: Observation, draws: Draws) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
@@ -206,39 +246,19 @@ class FlowVLA(AdaptedPolicy):
         uniform = self.denoising.uniform_of(noise)
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
-        wanted = only_counted(self._normalised(actions, inputs), counted)
+        said = nn.functional.pad(self._normalised(actions, inputs), (0, self.sizes.action_dim - self.spec.action_dim))
+        wanted = only_counted(said.float(), counted)
         x1 = noise[:, : self.denoising.size].view_as(wanted)
         t = self.times.of(uniform[:, 0]).float()
         v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
         return counted_mean((v - (x1 - wanted)).square()[..., : self.spec.action_dim], counted)
 
-    def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
-        if self.options.asset == DEMONSTRATIONS:
-            nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
-            state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
-            said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
-            self.units.fill(demonstrated(state, said))
-
-    def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
-        given = self._given(inputs)
-        said = self.transforms.demonstrated(actions[:, None].double(), given)[:, 0]
-        found = [("action", said, self.units.action)]
-        if given is not None:
-            found.append(("proprio", self.transforms.state(given), self.units.state))
-        return [
-            Normalised(name, values, *(torch.broadcast_to(end, values.shape[1:]) for end in units.ends))
-            for name, values, units in found
-        ]
-
-    def architecture(self) -> dict[str, Any]:
-        return self.options.as_data()
-
-    @property
-    def normalised_by(self) -> str:
-        asset = self.options.asset
-        if asset == DEMONSTRATIONS:
-            return "the rows learned from"
-        return "the checkpoint's own" + (f" of {asset!r}" if asset else "")
+    def shards(self) -> Sequence[Sequence[nn.Module]]:
+        """Each block of the vision transformer, the words, and of each layer of either stack what comes before the
+        attention and what comes after it. A layer of the vision-language model and the expert's beside it are apart: in
+        `evaluate` they belong to two passes, and a pair would stay gathered from one to the other."""
+        halves = [half for layer in self.network.mixture.layers for half in layer.halves]
+        return [*([block] for block in self.network.vision.encoder.layers), [self.network.embedding], *halves]
 
     @property
     def adaptable(self) -> AdaptedModel:
@@ -247,13 +267,7 @@ class FlowVLA(AdaptedPolicy):
     # --- what the network reads
 
     def _observation(self, inputs: Inputs) -> Observation:
-        pixels = []
-        for name in self.cameras:
-            frame = inputs.frames.get(name)
-            if frame is None:
-                given = ", ".join(inputs.frames) or "none"
-                raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            pixels.append(self.pixels(frame))
+        pixels = [self.pixels(camera_frames(inputs, name)) for name in self.cameras]
         rows, state = len(pixels[0]), self._state(inputs)
         if len(inputs.instruction) != rows:
             raise PolicyError(
@@ -273,20 +287,6 @@ class FlowVLA(AdaptedPolicy):
             return torch.zeros(len(some), self.state_width, device=some.device)
         known = self.units.state.normalise(self.transforms.state(given))
         return nn.functional.pad(known, (0, self.state_width - known.shape[1])).float()
-
-    def _given(self, inputs: Inputs) -> Tensor | None:
-        """[B, P] as the environment gives it, where it is read."""
-        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
-
-    def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
-        """[B, H, D] in the environment's units to [B, H, A]."""
-        known = self.units.action.normalise(self.transforms.demonstrated(actions.double(), self._given(inputs)))
-        return nn.functional.pad(known, (0, self.sizes.action_dim - self.spec.action_dim)).float()
-
-    def _actions(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """The chunk [B, C, D] that is executed, in the environment's units, of x [B, H * A]."""
-        actions = self.units.action.unnormalise(self._executed(self._latent(x)))
-        return self.transforms.executed(actions, self._given(inputs)).float()
 
     def _executed(self, x: Tensor) -> Tensor:
         """[B, C, D] of [B, H, A]."""

@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from policies.contract import PolicyError
 from policies.cuda_graphs import replayed
-from policies.files import CONFIG, INDEX, SHOWN_ERROR, SINGLE, Shards, copy_other_files, shown, write_json
+from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, shown, write_json
 from policies.lora import AdaptedModel
 from policies.openvla.config import TOWERS, ModelConfig, read_config
-from policies.random_weights import RANDOM_WEIGHTS, check_weights, draw
+from policies.random_weights import RANDOM_WEIGHTS, draw, empty_network
 from policies.torchvision_operators import import_torchvision
 
 
@@ -365,12 +365,7 @@ def load_model(folder: str | Path, dtype: str = "checkpoint") -> OpenVLAModel:
     if dtype not in (*DTYPES, "checkpoint"):
         raise PolicyError(f"dtype must be one of checkpoint, {', '.join(DTYPES)}, got {dtype!r}")
     config = read_config(folder)
-    try:
-        model = build_empty(config)
-    except Exception as error:  # transformers and timm raise anything for what they have not thought of
-        what = str(error)[:SHOWN_ERROR] or type(error).__name__
-        raise PolicyError(f"{folder / CONFIG} does not describe a model that can be built: {what}") from error
-    check_weights(folder / CONFIG, model)
+    model = empty_network(folder / CONFIG, lambda: build_empty(config))
     if RANDOM_WEIGHTS in config.raw and not any((folder / name).exists() for name in (INDEX, SINGLE)):
         return _draw(model, dtype)
     shards = Shards.find(folder)

@@ -33,7 +33,7 @@ from policies.openvla.normalisation import (
 from policies.openvla.options import TokenOptions
 from policies.openvla.prompts import Prompts
 from policies.openvla.side_files import FILM, adapter_home, refuse_side_files, side_folders
-from policies.small.encoders import vector
+from policies.small.encoders import camera_frames, vector
 from policies.transforms import Gripper, Transforms
 
 BFLOAT16_TOLERANCE = 1e-1
@@ -234,14 +234,8 @@ class TokenPolicy(lora.AdaptedPolicy):
 
     def _pixels(self, inputs: Inputs) -> Tensor:
         """[B, I, 6, S, S]: the cameras' pictures, in the order of the spec."""
-        pixels = []
-        for name in self.spec.cameras:
-            frame = inputs.frames.get(name)
-            if frame is None:
-                given = ", ".join(inputs.frames) or "none"
-                raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
-            pixels.append(self.pixels(frame, inputs.cropped))
-        return torch.stack(pixels, 1)
+        frames = (camera_frames(inputs, name) for name in self.spec.cameras)
+        return torch.stack([self.pixels(each, inputs.cropped) for each in frames], 1)
 
     def pixels(self, frames: Tensor, cropped: bool = False) -> Tensor:
         """A camera's uint8 [B, H, W, 3] to float32 [B, 6, S, S]; `cropped` as in `Inputs`."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from policies import lora
-from policies.contract import PolicyError
 from policies.flow_vla import adapters
 from policies.flow_vla.adapters import LAYER, VISION_LAYER
 from policies.pi0.config import Layout
@@ -21,13 +20,7 @@ PARTS = ("vlm", "expert", "vision")
 
 def attach(network: Pi0Network, rank: int, alpha: float, parts: Sequence[str]) -> None:
     """Freeze the network and hang new adapters on the linear layers of its parts. Raises `PolicyError`."""
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown or not parts:
-        raise PolicyError(f"lora_parts must be some of {', '.join(PARTS)}, got {list(parts)}")
-    config = {"r": rank, "lora_alpha": alpha}
-    lora.attach(network, config | {"target_modules": _targets(network, parts, str)})
-    # What PEFT's own readers look for are the checkpoint's names.
-    network.adapter_config["target_modules"] = _targets(network, parts, network.checkpoint_name)
+    adapters.attach(network, rank, alpha, parts, known=PARTS, targets=_targets)
 
 
 def attach_saved(network: Pi0Network, folder: Path, *, any_base: bool = False) -> None:

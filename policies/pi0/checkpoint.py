@@ -9,26 +9,22 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from policies.checkpoint_folders import (
-    EXTRAS,
     NORM_STATS,
-    PASSED_FOLDERS,
+    DescribedFolders,
     check_adapter_is_named,
     check_all_is_read,
     find_folders,
     is_random,
     own_files,
-    weight_files,
 )
 from policies.contract import PolicyError
 from policies.files import (
-    ADAPTER,
     ADAPTER_CONFIG,
     CONFIG,
     INDEX,
@@ -39,15 +35,14 @@ from policies.files import (
     write_json,
     write_tensors,
 )
+from policies.flow_vla.checkpoint import read_named, stored_names
 from policies.flow_vla.options import DTYPES
-from policies.lerobot.buffers import BUFFERS
-from policies.lerobot.processors import POST, PRE, Processors, StateWords, Tokenizer, read_processors
+from policies.lerobot.processors import PRE, Processors, StateWords, Tokenizer, read_processors
 from policies.lora import merged_state
 from policies.pi0.config import (
     ARCHITECTURE,
     OWN_SIZES,
     Layout,
-    Pi0Sizes,
     check_entries,
     layout_of,
     own_sizes,
@@ -56,23 +51,14 @@ from policies.pi0.config import (
 from policies.pi0.inputs import TOKENIZER
 from policies.pi0.network import PALIGEMMA, UNUSED, Pi0Network, dtype_of, own_name, stored_name
 from policies.pi0.sizes import draw_weights
-from policies.random_weights import RANDOM_WEIGHTS, check_weights
+from policies.random_weights import RANDOM_WEIGHTS, empty_network
 
 TOKENIZERS = "google/paligemma-"
 """Beginning of the names of tokenizers that are one: PaliGemma's."""
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(DescribedFolders):
     """The folders of one checkpoint."""
-
-    weights: Path
-    adapter: Path | None
-    described: Path
-    config: Mapping[str, Any]
-    """config.json of `described`."""
-    processors: Processors | None
-    """LeRobot's."""
 
     @property
     def layout(self) -> Layout:
@@ -105,8 +91,13 @@ def find_sources(checkpoint: str, adapter: str = "", saved: str = "") -> Sources
         processors = read_processors(described, config)
         _check_words(processors, config)
     sources = Sources(weights, hung, described, config, processors)
-    for folder in {weights, described, *([hung] if hung is not None else [])}:
-        _check_files(sources, folder, ours=bool(saved))
+    statistics = [
+        path
+        for folder in {weights, described, *([hung] if hung is not None else [])}
+        if layout == "openpi" or folder != described
+        for path in folder.rglob(NORM_STATS)
+    ]
+    check_all_is_read(found, processors, saved=bool(saved), further=statistics)
     return sources
 
 
@@ -126,29 +117,6 @@ def _check_words(found: Processors, raw: Mapping[str, Any]) -> None:
         raise PolicyError(f"{other}: prompts of pi0.5 have their state, and no further line")
     if raw.get("type") == "pi0" and words is not None:
         raise PolicyError(f"{words[0]}: prompts of pi0 have no state")
-
-
-def _check_files(sources: Sources, folder: Path, ours: bool) -> None:
-    """Raise `PolicyError` for a file that may have trained numbers, and is neither read nor known to be of none."""
-    read = weight_files(folder) if folder == sources.weights else {folder / name for name in (CONFIG, INDEX, SINGLE)}
-    if folder == sources.adapter:
-        read |= {folder / ADAPTER, folder / ADAPTER_CONFIG}
-    if folder != sources.described:
-        # What an adapter was trained with takes their place.
-        read |= {folder / PRE, folder / POST, *folder.glob("policy_*processor_step_*.safetensors")}
-    elif sources.processors is not None:
-        read |= {folder / PRE, folder / POST, *sources.processors.state_files}
-    if sources.layout == "openpi" or folder != sources.described:
-        read |= set(folder.rglob(NORM_STATS))
-    if ours:
-        read |= {folder / EXTRAS}
-    check_all_is_read(folder, read, PASSED_FOLDERS, _way)
-
-
-def _way(path: Path) -> str | None:
-    if path.name == NORM_STATS:
-        return "statistics of LeRobot's policies are in their processors; move it away if these are right"
-    return None
 
 
 # --- the network, read and written
@@ -180,7 +148,7 @@ def load_network(folder: str | Path, dtype: str = "checkpoint", described: Path 
         return _drawn(folder, dtype)
     shards = Shards.find(folder)
     sizes, layout = read_sizes(described or folder, _adaptive(shards))
-    network = _empty(folder, sizes)
+    network = empty_network(folder / CONFIG, lambda: Pi0Network(sizes))
     tensors = _read(shards, network)
     if dtype != "checkpoint":
         tensors = {own: tensor.to(dtype_of(own, DTYPES[dtype])) for own, tensor in tensors.items()}
@@ -199,28 +167,8 @@ def read_weights(folder: Path, network: Pi0Network) -> dict[str, torch.Tensor]:
 
 def _read(shards: Shards, network: Pi0Network) -> dict[str, torch.Tensor]:
     """All of the files' tensors by the network's names, and `UNUSED`."""
-    weights = {name: own_name(name) for name in shards.files if not BUFFERS.match(name)}
-    names = {own: stored for stored, own in weights.items()}
-    if len(names) < len(weights):
-        raise PolicyError(f"{shards.folder} holds a tensor more than once, under names of several layouts")
     unused = torch.empty(network.sizes.vocab_size, network.sizes.expert.width, device="meta")
-    expected = network.state_dict() | {UNUSED: unused}
-    wanted = {names.get(own, own): tensor for own, tensor in expected.items()}
-    found = shards.read(wanted, unread=[name for name in shards.files if BUFFERS.match(name)])
-    return {own: found[names.get(own, own)] for own in expected}
-
-
-def _empty(folder: Path, sizes: Pi0Sizes) -> Pi0Network:
-    """The network on the meta device. Raises `PolicyError` where its parts do not fit together."""
-    try:
-        with torch.device("meta"):
-            network = Pi0Network(sizes)
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-        raise PolicyError(
-            f"{folder / CONFIG} does not describe a network that can be built: {str(error)[:500]}"
-        ) from error
-    check_weights(folder / CONFIG, network)
-    return network
+    return read_named(shards, stored_names(shards, own_name), network.state_dict() | {UNUSED: unused}, str)
 
 
 def is_adaptive(folder: Path) -> bool:
@@ -242,7 +190,7 @@ def _drawn(folder: Path, dtype: str) -> Pi0Network:
             f"{shown(seed)}, {shown(raw.get('pi05'))}, {shown(named)}"
         )
     sizes, layout = read_sizes(folder, raw["pi05"])
-    network = _empty(folder, sizes)
+    network = empty_network(folder / CONFIG, lambda: Pi0Network(sizes))
     network = draw_weights(network, seed, DTYPES[named])
     network.layout, network.folder = layout, folder
     fill_vision(network)

@@ -184,14 +184,6 @@ def _picture_size(folder: Path, raw: Mapping[str, Any]) -> int | None:
     return None
 
 
-def with_horizon(raw: Mapping[str, Any], horizon: int) -> dict[str, Any]:
-    """The config.json of the same network that predicts `horizon` actions: no weight depends on their number."""
-    if "action_horizon" in raw:
-        return {**raw, "action_horizon": horizon}
-    executed = min(raw.get("n_action_steps", horizon), horizon)  # LeRobot refuses to execute more than it predicts
-    return {**raw, "chunk_size": horizon, "n_action_steps": executed}
-
-
 def own_sizes(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Sizes that are not the published ones; None where there are none. In this project's checkpoints, which say their
     policy's kind, `architecture` is something else."""

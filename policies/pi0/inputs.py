@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import PolicyError
-from policies.resampling import fit_square
+from policies.flow_vla.prompts import filled_up
+from policies.resampling import fit_square, fitted_size
 
 Resize = Literal["pillow", "interpolate"]
 BLACK, OF_LEROBOT_04 = -1.0, -3.0
@@ -28,14 +29,10 @@ BLACK, OF_LEROBOT_04 = -1.0, -3.0
 
 def pixel_values(frames: Tensor, size: int, way: Resize, sides: float = BLACK) -> Tensor:
     """uint8 [B, H, W, 3] to float32 [B, 3, S, S] in -1..1, filled up with `sides` where it is interpolated."""
-    if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
-        raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
     if way == "pillow":
         return (fit_square(frames, size, "bilinear").float() / 255 * 2 - 1).permute(0, 3, 1, 2)
     height, width = frames.shape[1:3]
-    # The reference divides by the larger of the two ratios and cuts off what is behind the point.
-    ratio = max(width / size, height / size)
-    rows, columns = int(height / ratio), int(width / ratio)
+    rows, columns = fitted_size(height, width, size, size)
     pixels = (frames.float() / 255 * 2 - 1).permute(0, 3, 1, 2)
     pixels = functional.interpolate(pixels, (rows, columns), mode="bilinear", align_corners=False).clamp(-1, 1)
     above, beside = (size - rows) // 2, (size - columns) // 2
@@ -93,15 +90,9 @@ class Prompts:
 
         Raises `PolicyError` for a prompt that is longer: what would be cut off is the instruction.
         """
-        tokens = torch.zeros(len(instructions), self._length, dtype=torch.long)
-        counted = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, instruction in enumerate(instructions):
-            found = self.tokens(instruction, None if state is None else state[row])
-            if len(found) > self._length:
-                raise PolicyError(f"the prompt {instruction!r} has {len(found)} tokens, the checkpoint {self._length}")
-            tokens[row, : len(found)] = torch.tensor(found)
-            counted[row, : len(found)] = True
-        return tokens, counted
+        states = [None] * len(instructions) if state is None else state
+        found = [self.tokens(text, own) for text, own in zip(instructions, states, strict=True)]
+        return filled_up(instructions, found, self._length)
 
     def _bins(self, state: Tensor) -> list[int]:
         if self._convention == "lerobot-0.4" and len(state) < self._state_dim:

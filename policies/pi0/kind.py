@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from policies import lora
-from policies.checkpoint_folders import EXTRAS, is_random
-from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, write_tensors
-from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat, extras
+from policies.checkpoint_folders import is_random
+from policies.files import CONFIG
+from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
 from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import write_lerobot
 from policies.pi0.checkpoint import find_sources, is_adaptive, read_weights, save_description, save_directory
@@ -90,18 +89,12 @@ class Pi0Format(FlowVLAFormat):
                 folder, RobotUnits(state, policy.units.action)
             )
 
-    def write(self, policy: Pi0, folder: Path) -> None:
-        """Write a directory as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
-        if policy.adapted:
-            (folder / SINGLE).unlink(missing_ok=True)
-            if policy.source.described == policy.source.adapter:  # it is not the base that says what the numbers are
-                save_description(policy.source, folder, policy.description(), ours=True)
-            lora.save_adapter(policy.network, folder)
-        else:
-            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
-                (folder / name).unlink(missing_ok=True)
-            save_directory(policy.network, policy.source, folder, policy.description(), ours=True)
-        write_tensors(folder / EXTRAS, extras(policy))
+    def describe(self, policy: Pi0, folder: Path) -> None:
+        if policy.source.described == policy.source.adapter:  # it is not the base that says what the numbers are
+            save_description(policy.source, folder, policy.description(), ours=True)
+
+    def write_whole(self, policy: Pi0, folder: Path) -> None:
+        save_directory(policy.network, policy.source, folder, policy.description(), ours=True)
 
 
 PI0 = PolicyKind(

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.flow_vla.network import Cache
+from policies.layers import rotation
 
 EPS = 1e-6
 """Epsilon of all norms."""
-ROTATION_BASE = 10_000.0
 HIDDEN = -2.3819763e38
 """Number added to the score of a masked key. Finite: a query that sees nothing attends to all keys alike."""
 
@@ -180,7 +180,7 @@ class Mixture(nn.Module):
         cache: Cache | None,
     ) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         sizes = stacks[0].sizes
-        turn = _rotation(positions, sizes.head_dim)
+        turn = rotation(positions, sizes.head_dim)
         bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, HIDDEN)[:, None].to(xs[0].dtype)
         found, kept = list(xs), []
         for number in range(sizes.depth):
@@ -209,14 +209,6 @@ def _rms_normed(x: Tensor) -> Tensor:
 
 def _gated(x: Tensor, change: Tensor, gate: Tensor | None) -> Tensor:
     return x + change if gate is None else x + change * gate
-
-
-def _rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines float32 [B, 1, L, D] of the rotary embedding, whose halves are rotated against each other."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angle = positions[..., None].float() / ROTATION_BASE**exponent
-    angle = torch.cat([angle, angle], -1)[:, None]
-    return angle.cos(), angle.sin()
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,27 +24,14 @@ from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Mixture
 from policies.torchvision_operators import import_torchvision
 
-DIGESTED = (
-    "projector.weight",
-    "action_out_proj.weight",
-    "mixture.vlm.layers.0.mlp.down_proj.weight",
-    "mixture.expert.layers.0.self_attn.q_proj.weight",
-)
-"""Tensors of the network that identify it: any fine-tuning changes at least one of them."""
-
 
 class Pi0Network(FlowNetwork):
-    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding`.
-
-    `stored_name` gives their names in a checkpoint.
-    """
+    """Parameters have openpi's names below `mixture`, `vision`, `projector` and `embedding`."""
 
     unused: Tensor
     """The expert's head of the checkpoint, on which nothing depends."""
     layout: Layout = "openpi"
     """Layout of the checkpoint directory."""
-    folder: Path | None = None
-    """Source of the tensors."""
 
     def __init__(self, sizes: Pi0Sizes) -> None:
         super().__init__()
@@ -63,22 +49,11 @@ class Pi0Network(FlowNetwork):
             self.state_proj = nn.Linear(dims, inner)
             self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * inner, inner), nn.Linear(inner, inner)
 
-    @property
-    def base_folder(self) -> Path | None:
-        return self.folder
-
-    @property
-    def digested(self) -> tuple[str, ...]:
-        return tuple(map(self.checkpoint_name, DIGESTED))
-
     def checkpoint_name(self, name: str) -> str:
         return stored_name(name, self.layout)
 
-    def adapter_name(self, name: str) -> str:
-        return self.checkpoint_name(own_name(name))
-
-    def checkpoint_state(self) -> dict[str, Tensor]:
-        return {self.checkpoint_name(name): tensor for name, tensor in self.state_dict().items()}
+    def own_name(self, stored: str) -> str:
+        return own_name(stored)
 
     # --- the prefix
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, Self, get_args
 
-from policies.flow_vla.options import FlowVLAOptions, absolute, steps_of
-from policies.layers import checked_widths
-from policies.pi0.checkpoint import Sources
+from policies.flow_vla.options import FlowVLAOptions
 from policies.pi0.inputs import Convention, Resize
 from policies.pi0.normalisation import NORMALISATIONS
-from policies.transforms import Transforms
 
 AUTO = "auto"
 
@@ -46,21 +43,6 @@ class Pi0Options(FlowVLAOptions):
     }
     name: ClassVar[str] = "pi0"
 
-    def with_checkpoint(self, source: Sources) -> Pi0Options:
-        """Options completed from the checkpoint: absolute folders, steps, resize.
-
-        Raises `PolicyError` for a config.json with impossible steps, and for transforms or widths that cannot be.
-        """
-        checkpoint, adapter = (absolute(folder) for folder in (self.checkpoint, self.adapter))
-        if source.adapter is not None and not adapter and not self.weights:
-            # `checkpoint` is an adapter's folder, which names its base.
-            checkpoint, adapter = str(source.weights), str(source.adapter)
-        return replace(
-            self,
-            checkpoint=checkpoint,
-            adapter=adapter,
-            steps=steps_of(source.described, source.config) if self.steps is None else self.steps,
-            resize=self.resize or ("interpolate" if source.layout == "lerobot" else "pillow"),
-            transforms=Transforms(self.transforms).as_data(),
-            value_widths=checked_widths("value_widths", self.value_widths),
-        )
+    def with_checkpoint(self, source: Any) -> Self:
+        own = self.resize or ("interpolate" if source.layout == "lerobot" else "pillow")
+        return replace(super().with_checkpoint(source), resize=own)

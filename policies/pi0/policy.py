@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from policies.contract import PolicyError, PolicySpec
 from policies.files import CONFIG, shown
+from policies.flow_vla.network import OF_THE_VLM
 from policies.flow_vla.options import steps_entry
-from policies.flow_vla.policy import FlowVLA, LearnedTimes, with_relative
+from policies.flow_vla.policy import FlowVLA, LearnedTimes
 from policies.lerobot.features import check_numbers, ordered_cameras
-from policies.lerobot.processors import ACTION, STATE
 from policies.lerobot.statistics import check_pictures, read_lerobot
-from policies.pi0.adapters import attach, attach_saved
+from policies.pi0 import adapters
 from policies.pi0.checkpoint import find_sources, load_network
-from policies.pi0.config import with_horizon
 from policies.pi0.inputs import BLACK, OF_LEROBOT_04, Prompts, pixel_values
 from policies.pi0.normalisation import normalisations, openpi_default, openpi_statistics, read_openpi
 from policies.pi0.options import AUTO, Pi0Options
-from policies.transforms import Transforms
-from policies.units import DEMONSTRATIONS, StoredUnits, first_of, identity
+from policies.units import DEMONSTRATIONS, StoredUnits, all_of, first_of, identity
 
 SLOTS = 3
 """Images that every checkpoint was trained with. Those of absent cameras nothing sees: they are not computed."""
-OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
-"""Beginnings of the names of its tensors."""
 
 
 class Pi0(FlowVLA):
@@ -37,20 +32,11 @@ class Pi0(FlowVLA):
 
     def __init__(self, spec: PolicySpec, options: Pi0Options) -> None:
         """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
-        super().__init__()
-        self.source = source = find_sources(options.checkpoint, options.adapter, options.weights)
-        self.options = options = options.with_checkpoint(source)
+        source = find_sources(options.checkpoint, options.adapter, options.weights)
+        super().__init__(spec, source, options)
         self.layout = source.layout
-        self.transforms = with_relative(source, Transforms(options.transforms), spec.action_dim)
-        if options.asset == DEMONSTRATIONS:
-            self.transforms.check_demonstrated_units()
-        self.spec, self.shown = spec, self.transforms.spec(spec)  # shown: to the network
-        self.network = load_network(source.weights, options.dtype, source.described)
-        self.config = dict(source.config)
-        if spec.horizon:  # no weight depends on it
-            self.network.sizes = replace(self.network.sizes, horizon=spec.horizon)
-            self.config = with_horizon(self.config, spec.horizon)
-        self.sizes = self.network.sizes
+        options = self.options
+        self.set_network(load_network(source.weights, options.dtype, source.described))
         self.state_width = self.sizes.action_dim
         self._check_spec(options.state_in_prompt)
         self.cameras = spec.cameras
@@ -58,7 +44,6 @@ class Pi0(FlowVLA):
             self.cameras = ordered_cameras(source, spec.cameras)
             if options.asset != DEMONSTRATIONS:
                 check_numbers(source, self.shown.action_dim, self.shown.proprio_dim)
-        self.spec = spec = replace(spec, horizon=self.sizes.horizon)
         convention: Any = options.prompt or self.layout
         if self.sizes.adaptive and not options.state_in_prompt and convention != "openpi":
             raise PolicyError(
@@ -73,19 +58,12 @@ class Pi0(FlowVLA):
         self.times = LearnedTimes.read(source.described, source.config) if described else LearnedTimes()
         self.resize: Any = options.resize
         self.sides = OF_LEROBOT_04 if convention == "lerobot-0.4" else BLACK
-        self.trains_prefix = self._choose_trained()
+        self.choose_trained(adapters, lambda name: options.train == "all" or not name.startswith(OF_THE_VLM))
         self.build_sampler(self.sizes.expert.width, self.sizes.vlm.width)
 
     @property
     def network_image_size(self) -> int:
         return self.sizes.vision.image_size
-
-    def shards(self) -> Sequence[Sequence[nn.Module]]:
-        """Each block of SigLIP, the words, and of each layer of either stack what comes before the attention and what
-        comes after it. A layer of the vision-language model and the expert's beside it are apart: in `evaluate` they
-        belong to two passes, and a pair would stay gathered from one to the other."""
-        halves = [half for layer in self.network.mixture.layers for half in layer.halves]
-        return [*([block] for block in self.network.vision.encoder.layers), [self.network.embedding], *halves]
 
     # --- what the network reads
 
@@ -110,11 +88,6 @@ class Pi0(FlowVLA):
         spec, sizes, where = self.shown, self.sizes, self.source.described
         if not 1 <= len(spec.cameras) <= SLOTS:
             raise PolicyError(f"pi0 takes one to {SLOTS} cameras, the task gives {len(spec.cameras)}: set env.cameras")
-        if spec.chunk > sizes.horizon:
-            raise PolicyError(
-                f"{where}: the checkpoint predicts {sizes.horizon} actions, and policy.chunk is {spec.chunk}: at most "
-                "that, or set policy.horizon for a policy that learns from demonstrations to predict so many"
-            )
         if max(spec.action_dim, spec.proprio_dim) > sizes.action_dim:
             raise PolicyError(
                 f"{where}: the checkpoint has {sizes.action_dim} numbers for actions and states, the task has "
@@ -133,23 +106,10 @@ class Pi0(FlowVLA):
         if reads_state and not spec.proprio_dim:
             raise PolicyError("the policy reads the robot's state: add 'proprio' to policy.reads")
 
-    def _choose_trained(self) -> bool:
-        """Hang adapters on the network or freeze what is not trained; True if the vision-language model is trained."""
-        options, network = self.options, self.network
-        if self.source.adapter is not None:
-            attach_saved(network, self.source.adapter, any_base=options.any_base)
-            trained = (name for name, parameter in network.named_parameters() if parameter.requires_grad)
-            return any(name.startswith(OF_THE_VLM) for name in trained)
-        if options.lora_rank:
-            attach(network, options.lora_rank, float(options.lora_alpha) or options.lora_rank, options.lora_parts)
-            return bool({"vlm", "vision"} & set(options.lora_parts))
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(options.train == "all" or not name.startswith(OF_THE_VLM))
-        return options.train == "all"
-
     def _read_units(self) -> StoredUnits:
         """The units of the checkpoint's statistics. Where `normalisation` is auto, the options say afterwards which."""
-        spec, source, asset, normalisation = self.shown, self.source, self.options.asset, self.options.normalisation
+        source, asset, normalisation = self.source, self.options.asset, self.options.normalisation
+        dims = self.shown.proprio_dim, self.shown.action_dim
         if self.layout == "lerobot" and (normalisation != AUTO or asset not in ("", DEMONSTRATIONS)):
             raise PolicyError(
                 f"normalisation and asset are of openpi's checkpoints, and the processors of {source.described} say "
@@ -158,20 +118,12 @@ class Pi0(FlowVLA):
         if asset == DEMONSTRATIONS:
             if source.processors is not None:
                 check_pictures(source.processors, source.config)
-            return StoredUnits(identity(spec.proprio_dim, spec.action_dim))
+            return StoredUnits(identity(*dims))
         if self.layout == "lerobot":
-            units = read_lerobot(source.described)
-            for key, of, size in ((STATE, units.state, spec.proprio_dim), (ACTION, units.action, spec.action_dim)):
-                if of.centre.dim() and size and len(of.centre) != size:
-                    raise PolicyError(
-                        f"{source.described}: the processors' statistics of {key} are of {len(of.centre)} numbers, the "
-                        f"task's has {size}: take a checkpoint of this robot, choose numbers with "
-                        f"policy.options.transforms, or set policy.options.asset to {DEMONSTRATIONS}"
-                    )
-            return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
+            return StoredUnits(all_of(read_lerobot(source.described), source.described, *dims))
         if normalisation == AUTO:
             possible = normalisations(openpi_statistics(source.described, asset)[1])
             normalisation = possible[0] if len(possible) == 1 else openpi_default(self.sizes.adaptive)
         self.options = replace(self.options, normalisation=normalisation)
         units = read_openpi(source.described, asset, quantile=normalisation == "quantile")
-        return StoredUnits(first_of(units, source.described, spec.proprio_dim, spec.action_dim))
+        return StoredUnits(first_of(units, source.described, *dims))

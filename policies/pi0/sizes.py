@@ -23,7 +23,7 @@ from policies.pi0.config import ARCHITECTURE, CONFIG, VisionSizes
 from policies.pi0.inputs import TOKENIZER
 from policies.pi0.mixture import StackSizes
 from policies.pi0.network import Pi0Network, dtype_of
-from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw
+from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw, draw_network
 from policies.registry import nearest
 
 STATISTICS = Path("assets") / "random" / "norm_stats.json"
@@ -79,16 +79,12 @@ def write_random(folder: str | Path, name: str, seed: int = 0) -> Path:
 
 def draw_weights(network: Pi0Network, seed: int, dtype: torch.dtype) -> Pi0Network:
     """Give an empty network random weights, on torch's default device."""
-    device = torch.get_default_device()
-    network = network.to(dtype)
-    for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.to(dtype_of(name, dtype))
-    network = network.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in network.state_dict().items():
-        # The mixture's norms scale by one and their weight.
-        draw(name, tensor, generator, scale=0.0 if name.startswith("mixture.") else 1.0)
-    network.unused = torch.empty(network.sizes.vocab_size, network.sizes.expert.width, dtype=dtype, device=device)
+    # The mixture's norms scale by one and their weight.
+    generator = draw_network(
+        network, seed, lambda name: dtype_of(name, dtype), lambda name: 0.0 if name.startswith("mixture.") else 1.0
+    )
+    shape = (network.sizes.vocab_size, network.sizes.expert.width)
+    network.unused = torch.empty(shape, dtype=dtype, device=generator.device)
     draw("unused", network.unused, generator)
     return network
 

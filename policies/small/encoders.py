@@ -105,7 +105,23 @@ def present(inputs: Inputs, name: str, size: int, observations: int = 1) -> Tens
     return found if observations == 1 else found[:, -1]
 
 
-def shown_rows(*shape: int) -> str:
+def camera_frames(inputs: Inputs, name: str, shape: Sequence[int | str] = ("H", "W", 3)) -> Tensor:
+    """The camera's frames uint8 [B, *shape], in which a letter stands for any number, or a `PolicyError` that says what
+    is there instead."""
+    frames = inputs.frames.get(name)
+    if frames is None:
+        given = ", ".join(inputs.frames) or "none"
+        raise PolicyError(f"the policy reads the camera {name!r}, the inputs have: {given}")
+    fits = frames.dim() == 1 + len(shape) and all(
+        isinstance(wanted, str) or wanted == found for wanted, found in zip(shape, frames.shape[1:], strict=True)
+    )
+    if frames.dtype != torch.uint8 or not fits:
+        dtype = str(frames.dtype).removeprefix("torch.")
+        raise PolicyError(f"frames of {name!r} must be uint8 {shown_rows(*shape)}, got {dtype} {list(frames.shape)}")
+    return frames
+
+
+def shown_rows(*shape: int | str) -> str:
     """The shape of B rows in a message: `[B, 4, 7]`."""
     return f"[{', '.join(['B', *map(str, shape)])}]"
 
@@ -226,17 +242,8 @@ class CnnEncoder(Encoder):
 
     def _frames(self, inputs: Inputs, camera: str) -> Sequence[Tensor]:
         """K tensors uint8 [B, H, W, 3]: the camera's frames, the oldest first."""
-        frame = inputs.frames.get(camera)
-        if frame is None:
-            given = ", ".join(inputs.frames) or "none"
-            raise PolicyError(f"the policy reads the camera {camera!r}, the inputs have: {given}")
         picture = (self.image_size, self.image_size, 3)
-        wanted = picture if self.observations == 1 else (self.observations, *picture)
-        if frame.dtype != torch.uint8 or frame.shape[1:] != wanted:
-            raise PolicyError(
-                f"frames of {camera!r} must be uint8 {shown_rows(*wanted)}, "
-                f"got {str(frame.dtype).removeprefix('torch.')} {list(frame.shape)}"
-            )
+        frame = camera_frames(inputs, camera, picture if self.observations == 1 else (self.observations, *picture))
         return [frame] if self.observations == 1 else frame.unbind(1)
 
 

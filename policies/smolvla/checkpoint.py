@@ -18,30 +18,18 @@ from typing import Any
 import torch
 
 from policies.checkpoint_folders import (
-    EXTRAS,
     PASSED_FOLDERS,
-    Folders,
+    DescribedFolders,
     check_adapter_is_named,
     check_all_is_read,
     find_folders,
     is_random,
-    weight_files,
 )
 from policies.contract import PolicyError
-from policies.files import (
-    ADAPTER,
-    ADAPTER_CONFIG,
-    CONFIG,
-    INDEX,
-    SINGLE,
-    Shards,
-    read_json,
-    shown,
-    write_json,
-    write_tensors,
-)
+from policies.files import CONFIG, SINGLE, Shards, read_json, shown, write_json, write_tensors
+from policies.flow_vla.checkpoint import read_named, stored_names
 from policies.flow_vla.options import DTYPES
-from policies.lerobot.buffers import BUFFERS, read_buffers, read_modes
+from policies.lerobot.buffers import read_buffers, read_modes
 from policies.lerobot.processors import (
     POST,
     PRE,
@@ -53,7 +41,7 @@ from policies.lerobot.processors import (
 )
 from policies.lerobot.statistics import check_pictures, read_lerobot, write_lerobot
 from policies.lora import merged_state
-from policies.random_weights import RANDOM_WEIGHTS, check_weights, draw
+from policies.random_weights import RANDOM_WEIGHTS, draw_network, empty_network, seed_of
 from policies.smolvla.backbone import BACKBONE, BACKBONE_FILES, PUBLISHED, find_backbone, read_backbone
 from policies.smolvla.config import SmolVLASizes, check_entries, executed, read_sizes
 from policies.smolvla.inputs import Prompts
@@ -68,16 +56,9 @@ NEW_LINE = "smolvla_new_line_processor"
 
 
 @dataclass(frozen=True)
-class Sources:
+class Sources(DescribedFolders):
     """The folders of one checkpoint."""
 
-    weights: Path
-    adapter: Path | None
-    described: Path
-    config: Mapping[str, Any]
-    """config.json of `described`."""
-    processors: Processors | None
-    """None: before LeRobot 0.4."""
     backbone: Path
 
     def units(self) -> RobotUnits:
@@ -123,7 +104,7 @@ def find_sources(checkpoint: str, adapter: str = "", backbone: str = "", saved: 
     place = inside.resolve() if saved and inside.is_dir() else find_backbone(backbone, found.weights, config)
     sources = Sources(found.weights, found.adapter, found.described, config, processors, place)
     sources.sizes()
-    _check_files(found, sources, bool(saved))
+    check_all_is_read(found, processors, saved=bool(saved), passed_folders={*PASSED_FOLDERS, BACKBONE})
     return sources
 
 
@@ -146,21 +127,6 @@ def _check_words(found: Processors, backbone: Any) -> None:
         raise PolicyError(f"{words[0]}: prompts of SmolVLA have no state")
 
 
-def _check_files(found: Folders, sources: Sources, ours: bool) -> None:
-    for folder in {found.weights, found.described, *([found.adapter] if found.adapter is not None else [])}:
-        read = weight_files(folder) if folder == found.weights else {folder / name for name in (CONFIG, INDEX, SINGLE)}
-        if folder == found.adapter:
-            read |= {folder / ADAPTER, folder / ADAPTER_CONFIG}
-        if folder != found.described:
-            # What an adapter was trained with takes their place.
-            read |= {folder / PRE, folder / POST, *folder.glob("policy_*processor_step_*.safetensors")}
-        elif sources.processors is not None:
-            read |= {folder / PRE, folder / POST, *sources.processors.state_files}
-        if ours:
-            read |= {folder / EXTRAS}
-        check_all_is_read(folder, read, {*PASSED_FOLDERS, BACKBONE}, lambda path: None)
-
-
 # --- the network, read and written
 
 
@@ -172,9 +138,10 @@ def load_network(sources: Sources, dtype: str = "float32") -> SmolVLANetwork:
     for random weights, they are drawn, on torch's default device.
     """
     sizes, folder = sources.sizes(), sources.weights
-    network = _empty(folder, sizes)
+    network = empty_network(folder / CONFIG, lambda: SmolVLANetwork(sizes))
     if is_random(folder):
-        _draw(network, folder, DTYPES[dtype])
+        seed = seed_of(folder / CONFIG, read_json(folder / CONFIG))
+        draw_network(network, seed, lambda name: dtype_of(name, DTYPES[dtype]))
     else:
         tensors = _read(Shards.find(folder), network, tied=read_backbone(sources.backbone).tied)
         network.unused = {name: tensors.pop(name) for name in (UNUSED,) if name in tensors}
@@ -197,46 +164,14 @@ def read_weights(folder: Path, network: SmolVLANetwork) -> dict[str, torch.Tenso
 def _read(shards: Shards, network: SmolVLANetwork, *, tied: bool = False) -> dict[str, torch.Tensor]:
     """All of the files' tensors by the network's names, and `UNUSED` where it is there. `tied`: where the embeddings of
     words are missing, they are the head."""
-    statistics = [name for name in shards.files if BUFFERS.match(name)]
-    names = {own_name(name): name for name in shards.files if name not in set(statistics)}
-    if len(names) < len(shards.files) - len(statistics):
-        raise PolicyError(f"{shards.folder} holds a tensor more than once, under names of several layouts")
-    expected = dict(network.state_dict())
+    names, expected = stored_names(shards, own_name), dict(network.state_dict())
     head = own_name(UNUSED)
     if tied and head in names and EMBEDDING not in names:
         names[EMBEDDING] = names.pop(head)
     if head in names:
         expected[head] = torch.empty(network.sizes.vocab_size, network.sizes.vlm.width, device="meta")
-    wanted = {names.get(own, stored_name(own)): tensor for own, tensor in expected.items()}
-    found = shards.read(wanted, unread=statistics)
-    return {UNUSED if own == head else own: found[names[own]] for own in expected}
-
-
-def _empty(folder: Path, sizes: SmolVLASizes) -> SmolVLANetwork:
-    """The network on the meta device. Raises `PolicyError` where its parts do not fit together."""
-    try:
-        with torch.device("meta"):
-            network = SmolVLANetwork(sizes)
-    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-        raise PolicyError(
-            f"{folder / CONFIG} does not describe a network that can be built: {str(error)[:500]}"
-        ) from error
-    check_weights(folder / CONFIG, network)
-    return network
-
-
-def _draw(network: SmolVLANetwork, folder: Path, dtype: torch.dtype) -> None:
-    """Random weights from the seed in config.json, on torch's default device."""
-    seed = read_json(folder / CONFIG)[RANDOM_WEIGHTS]
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise PolicyError(f"{folder / CONFIG}: {RANDOM_WEIGHTS} must be a seed, got {shown(seed)}")
-    device = torch.get_default_device()
-    for name, parameter in network.named_parameters():
-        parameter.data = parameter.data.to(dtype_of(name, dtype))
-    network.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in network.state_dict().items():
-        draw(name, tensor, generator)
+    found = read_named(shards, names, expected, stored_name)
+    return {UNUSED if own == head else own: tensor for own, tensor in found.items()}
 
 
 def save_directory(network: SmolVLANetwork, sources: Sources, folder: Path, config: Mapping[str, Any]) -> None:

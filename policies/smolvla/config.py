@@ -142,12 +142,6 @@ def trained_parts(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def with_horizon(raw: Mapping[str, Any], horizon: int) -> dict[str, Any]:
-    """The config.json of the same network that predicts `horizon` actions: no weight depends on their number."""
-    # LeRobot refuses to execute more than it predicts.
-    return {**raw, "chunk_size": horizon, "n_action_steps": min(raw.get("n_action_steps", horizon), horizon)}
-
-
 def _vlm(path: Path, raw: Mapping[str, Any], backbone: Backbone) -> StackSizes:
     whole, used = backbone.stack(), raw.get("num_vlm_layers", 16)
     if type(used) is not int or used > whole.depth:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import PolicyError
 from policies.files import SHOWN_ERROR, read_json, shown
+from policies.flow_vla.prompts import filled_up
+from policies.resampling import fitted_size
 from policies.smolvla.backbone import TOKENIZER, TOKENIZER_CONFIG
 
 AROUND_IMAGES = ("<fake_token_around_image>", "<global-img>", "<fake_token_around_image>")
@@ -25,14 +26,10 @@ PAD = "<|im_end|>"
 def pixel_values(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """uint8 [B, H, W, 3] to float32 [B, 3, height, width] in -1..1 for a `size` of (width, height): bilinear samples,
     filled up with black at the left and at the top (LeRobot's `resize_with_pad`)."""
-    if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3:
-        raise PolicyError(f"frames must be uint8 [B, H, W, 3], got {frames.dtype} {list(frames.shape)}")
     pixels = (frames.float() / 255).permute(0, 3, 1, 2)
     (height, width), (columns, rows) = frames.shape[1:3], size
     if (height, width) != (rows, columns):
-        # The reference divides by the larger of the two ratios and cuts off what is behind the point.
-        ratio = max(width / columns, height / rows)
-        fitted = (int(height / ratio), int(width / ratio))
+        fitted = fitted_size(height, width, rows, columns)
         pixels = functional.interpolate(pixels, fitted, mode="bilinear", align_corners=False)
         pixels = functional.pad(pixels, (columns - fitted[1], 0, rows - fitted[0], 0))
     return pixels * 2 - 1
@@ -92,12 +89,4 @@ class Prompts:
 
         Raises `PolicyError` for a prompt that is longer: what would be cut off is the instruction.
         """
-        tokens = torch.full((len(instructions), self._length), self._pad, dtype=torch.long)
-        counted = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, instruction in enumerate(instructions):
-            found = self.tokens(instruction)
-            if len(found) > self._length:
-                raise PolicyError(f"the prompt {instruction!r} has {len(found)} tokens, the checkpoint {self._length}")
-            tokens[row, : len(found)] = torch.tensor(found)
-            counted[row, : len(found)] = True
-        return tokens, counted
+        return filled_up(instructions, [self.tokens(text) for text in instructions], self._length, self._pad)

@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from policies import lora
-from policies.checkpoint_folders import EXTRAS
-from policies.files import ADAPTER, ADAPTER_CONFIG, CONFIG, SINGLE, write_tensors
-from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat, extras
+from policies.files import CONFIG
+from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
 from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyKind
@@ -97,18 +95,12 @@ class SmolVLAFormat(FlowVLAFormat):
         save_directory(policy.network, policy.source, folder, policy.description())
         _write_units(policy, folder)
 
-    def write(self, policy: SmolVLA, folder: Path) -> None:
-        """Write a folder as `export` does, or an adapter alone in PEFT's layout, and the units to the last bit."""
-        if policy.adapted:
-            (folder / SINGLE).unlink(missing_ok=True)
-            save_description(policy.source, folder, policy.description())
-            _write_units(policy, folder)
-            lora.save_adapter(policy.network, folder)
-        else:
-            for name in (ADAPTER_CONFIG, ADAPTER):  # of what was there before: the folder would be taken for an adapter
-                (folder / name).unlink(missing_ok=True)
-            self.export(policy, folder)
-        write_tensors(folder / EXTRAS, extras(policy))
+    def describe(self, policy: SmolVLA, folder: Path) -> None:
+        save_description(policy.source, folder, policy.description())
+        _write_units(policy, folder)
+
+    def write_whole(self, policy: SmolVLA, folder: Path) -> None:
+        self.export(policy, folder)
 
 
 def _sources(architecture: Mapping[str, Any]) -> Sources:

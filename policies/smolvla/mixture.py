@@ -7,8 +7,8 @@ The layers are of two kinds. In both, the vision-language model's tokens attend 
               vision-language model's rotated keys, and of its values; its queries' positions begin at 0
 
 SmolVLA is arXiv 2506.01844; the arithmetic is that of LeRobot's smolvlm_with_expert.py. Rotations and scores are in 32
-bits. B rows, P tokens of the prefix, S of the suffix, W a stack's width, N heads, K heads of keys and values, D numbers
-of a head.
+bits; the rotations' base is 10,000, whatever `rope_theta` of the vision-language model is. B rows, P tokens of the
+prefix, S of the suffix, W a stack's width, N heads, K heads of keys and values, D numbers of a head.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from policies.flow_vla.network import Cache
-
-ROTATION_BASE = 10_000.0
-"""Whatever `rope_theta` of the vision-language model is."""
+from policies.layers import rotation
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Mixture(nn.Module):
         """Pass tokens [B, L, W] at positions int64 [B, L] through the vision-language model; `seen` bool [B, L, P + L]
         is True for the tokens that each token sees, those of the cache `before` first. Returns their normed outputs,
         and keys and values of all."""
-        turn, bias = _rotation(positions, self.vlm.sizes.head_dim), _bias(seen)
+        turn, bias = rotation(positions, self.vlm.sizes.head_dim), _bias(seen)
         keys, values = list[Tensor](), list[Tensor]()
         for number, layer in enumerate(self._of(self.vlm)):
             normed = layer.input_layernorm(x)
@@ -158,9 +156,9 @@ class Mixture(nn.Module):
     def suffix(self, x: Tensor, positions: Tensor, seen: Tensor, cache: Cache) -> Tensor:
         """Outputs, normed, of the expert's tokens [B, S, W] at positions int64 [B, S]; `seen` bool [B, S, P + S]."""
         head_dim, known = self.expert.sizes.head_dim, cache.keys[0].shape[2]
-        after, bias = _rotation(positions, head_dim), _bias(seen)
+        after, bias = rotation(positions, head_dim), _bias(seen)
         own = torch.arange(x.shape[1], device=x.device).expand(positions.shape)
-        alone, bias_of_prefix = _rotation(own, head_dim), bias[..., :known]
+        alone, bias_of_prefix = rotation(own, head_dim), bias[..., :known]
         for layer, both, keys, values in zip(self._of(self.expert), self.joint, cache.keys, cache.values, strict=True):
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
@@ -191,14 +189,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     """[B, L, N * D] in the dtype of the values, of queries [B, N, L, D] and keys and values [B, K, P, D]."""
     h = functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), bias, enable_gqa=True)
     return h.transpose(1, 2).flatten(2).to(v.dtype)
-
-
-def _rotation(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines float32 [B, 1, L, D] of the rotary embedding, whose halves are rotated against each other."""
-    exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angle = positions[..., None].float() / ROTATION_BASE**exponent
-    angle = torch.cat([angle, angle], -1)[:, None]
-    return angle.cos(), angle.sin()
 
 
 def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:

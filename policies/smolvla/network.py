@@ -13,41 +13,27 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from policies.flow_vla.network import FlowNetwork, Observation, Prefix, blocks_seen, one_block, positions_of
+from policies.flow_vla.network import OF_THE_VLM, FlowNetwork, Observation, Prefix, blocks_seen, one_block, positions_of
 from policies.layers import time_embedding
 from policies.smolvla.backbone import Vision
 from policies.smolvla.config import SmolVLASizes
 from policies.smolvla.mixture import Mixture
 from policies.torchvision_operators import import_torchvision
 
-DIGESTED = (
-    "projector.weight",
-    "action_out_proj.weight",
-    "mixture.vlm.layers.0.mlp.down_proj.weight",
-    "mixture.expert.layers.0.self_attn.q_proj.weight",
-)
-"""Tensors of the network that identify it: any fine-tuning changes at least one of them."""
-
 
 class SmolVLANetwork(FlowNetwork):
-    """Parameters have transformers' names below `mixture`, `vision`, `projector` and `embedding`.
-
-    `stored_name` gives their names in a checkpoint.
-    """
+    """Parameters have transformers' names below `mixture`, `vision`, `projector` and `embedding`."""
 
     image_tokens: Tensor
     """int64 [3]: the special tokens of which two stand before each image and one after it; [0] where there are none."""
     unused: dict[str, Tensor]
     """The vision-language model's head, on which nothing depends, if the checkpoint has it."""
-    folder: Path | None = None
-    """Source of the tensors."""
 
     def __init__(self, sizes: SmolVLASizes) -> None:
         super().__init__()
@@ -68,22 +54,11 @@ class SmolVLANetwork(FlowNetwork):
         device = self.projector.weight.device
         self.register_buffer("image_tokens", torch.tensor(tokens, dtype=torch.long, device=device), persistent=False)
 
-    @property
-    def base_folder(self) -> Path | None:
-        return self.folder
-
-    @property
-    def digested(self) -> tuple[str, ...]:
-        return tuple(map(stored_name, DIGESTED))
-
     def checkpoint_name(self, name: str) -> str:
         return stored_name(name)
 
-    def adapter_name(self, name: str) -> str:
-        return stored_name(own_name(name))
-
-    def checkpoint_state(self) -> dict[str, Tensor]:
-        return {stored_name(name): tensor for name, tensor in self.state_dict().items()}
+    def own_name(self, stored: str) -> str:
+        return own_name(stored)
 
     # --- the prefix
 
@@ -209,8 +184,6 @@ STORED = {
     "mixture.expert.": EXPERT,
 }
 """Prefixes of the network's names in LeRobot's layout."""
-OF_THE_VLM = ("vision.", "projector.", "embedding.", "mixture.vlm.")
-"""Beginnings of the names of the vision-language model's tensors."""
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 from policies.contract import PolicyError
-from policies.flow_vla.options import FlowVLAOptions, absolute, steps_of
-from policies.layers import checked_widths
-from policies.smolvla.checkpoint import Sources
-from policies.transforms import Transforms
+from policies.flow_vla.options import FlowVLAOptions, absolute
 from policies.units import DEMONSTRATIONS
 
 TRAINED = ("expert", "projections", "language", "vision")
@@ -40,23 +37,8 @@ class SmolVLAOptions(FlowVLAOptions):
         if unknown or not self.train:
             raise PolicyError(f"smolvla's train must be some of {', '.join(TRAINED)}, got {list(self.train)}")
 
-    def with_checkpoint(self, source: Sources) -> SmolVLAOptions:
-        """Options completed from the checkpoint: absolute folders, steps.
-
-        Raises `PolicyError` for a config.json with impossible steps, and for transforms or widths that cannot be.
-        """
-        checkpoint, adapter = (absolute(folder) for folder in (self.checkpoint, self.adapter))
-        if source.adapter is not None and not adapter and not self.weights:
-            # `checkpoint` is an adapter's folder, which names its base.
-            checkpoint, adapter = str(source.weights), str(source.adapter)
+    def with_checkpoint(self, source: Any) -> Self:
         # A saved policy's own folder has the files of its backbone: the folder that the option named may be gone.
         inside = self.weights and Path(self.weights).resolve() in source.backbone.parents
-        return replace(
-            self,
-            checkpoint=checkpoint,
-            adapter=adapter,
-            backbone=absolute(self.backbone) if inside else str(source.backbone),
-            steps=steps_of(source.described, source.config) if self.steps is None else self.steps,
-            transforms=Transforms(self.transforms).as_data(),
-            value_widths=checked_widths("value_widths", self.value_widths),
-        )
+        own = absolute(self.backbone) if inside else str(source.backbone)
+        return replace(super().with_checkpoint(source), backbone=own)

@@ -263,7 +263,7 @@ def test_a_policy_needs_a_checkpoint():
         ({"instruction": ()}, "reads an instruction for each row: got 0 for 3"),
         ({"instruction": ("push " * 1000, "push", "push")}, "an instruction is too long: its prompt has 50.. tokens"),
         ({"frames": {}}, "reads the camera 'base', the inputs have: none"),
-        ({"frames": {"base": torch.zeros(3, 40, 40, 3)}}, "frames must be uint8"),
+        ({"frames": {"base": torch.zeros(3, 40, 40, 3)}}, "frames of 'base' must be uint8"),
     ],
 )
 def test_impossible_inputs_are_refused(tiny, change, message):
