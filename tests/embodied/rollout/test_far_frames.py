@@ -86,9 +86,10 @@ class Straight:
         return result
 
 
-def test_trajectories_sent_to_another_machine_are_those_of_the_memory() -> None:
+@pytest.mark.parametrize("observations", [1, 2])
+def test_trajectories_sent_to_another_machine_are_those_of_the_memory(observations: int) -> None:
     """Whole, and in parts that are joined again; each frame is fetched once."""
-    with worker(Watcher(), task=WATCHED) as made:
+    with worker(Watcher(observations=observations), task=WATCHED) as made:
         made.rollout(8, 60.0)
         batch = made.trajectories()
         caller: Any = Straight(FrameSource())
@@ -96,6 +97,8 @@ def test_trajectories_sent_to_another_machine_are_those_of_the_memory() -> None:
         whole = batch.without_memory(FrameSourceReader(caller))
         for _ in range(2):
             assert_same(whole, batch)
-        assert len(set(caller.rows)) == len(caller.rows) == 8 * ENVS
+        # Earlier observations are those of the env step before each decision, and an episode's first stands for them.
+        assert 8 * ENVS * observations - len(caller.rows) in range(observations * 4 * ENVS)
+        assert len(set(caller.rows)) == len(caller.rows) >= 8 * ENVS
         parts = [batch.columns(first, last) for first, last in ((0, 1), (1, ENVS))]
         assert_same(join_columns([part.without_memory(FrameSourceReader(caller)) for part in parts]), batch)

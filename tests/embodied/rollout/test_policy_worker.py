@@ -21,7 +21,7 @@ from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.client.farm import Farm
 from sim_farm.contract import EpisodeSpec, PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, ListedEpisodes
-from sim_farm.observation_history import ObservationHistory
+from sim_farm.observation_history import FrameRows
 from sim_farm.registry import make_physics, make_renderer
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
@@ -64,9 +64,10 @@ class Reflex(Policy):
 class Watcher(Reflex):
     """Acts at random and values a picture by its brightness: a sum of whole numbers, hence exact."""
 
-    def __init__(self, image_size: int = 16) -> None:
+    def __init__(self, image_size: int = 16, observations: int = 1) -> None:
         super().__init__()
-        self.spec = replace(self.spec, state_dim=0, cameras=("front",), image_size=image_size)
+        seen = {"image_size": image_size, "observations": observations}
+        self.spec = replace(self.spec, state_dim=0, cameras=("front",), **seen)
 
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         assert noise is not None
@@ -74,7 +75,7 @@ class Watcher(Reflex):
         return Action(chunk, chunk, self.value(inputs), {"action": chunk, "noise": noise})
 
     def value(self, inputs: Inputs) -> Tensor:
-        return inputs.frames["front"].long().sum((1, 2, 3)).float()
+        return inputs.frames["front"].long().flatten(1).sum(1).float()
 
 
 @contextmanager
@@ -87,11 +88,14 @@ def worker(
     chunk = policy.spec.chunk
     spec = FarmSpec(
         task, episodes or EndlessEpisodes(SEED), ENVS, chunk, groups, physics_workers,
-        final_frames="truncated" if task.cameras else "never",
+        final_frames="truncated" if task.cameras else "never", observations=policy.spec.observations,
     )  # fmt: skip
+    history = spec.history
     if finals is None:
-        finals = rows_for_finals(ENVS, rounds, ObservationHistory(chunk=chunk), task.max_episode_steps or 1)
-    farm = Farm.create(spec, InProcess(), frame_rows=(rounds + 1) * ENVS + finals)
+        finals = rows_for_finals(ENVS, rounds, history, task.max_episode_steps or 1)
+    farm = Farm.create(
+        spec, InProcess(), frame_rows=FrameRows(history, rounds + 1 + history.turns, ENVS).count + finals
+    )
     try:
         reads = ("images",) if task.cameras else ("state",)
         made = PolicyWorker(policy, farm, RolloutSettings(reads, (SEED,), bootstrap, rounds))

@@ -135,6 +135,7 @@ SHAPES = {
     "states": STATES,
     "drawn starts": replace(STATES, episodes=EndlessEpisodes(3, Starts(seeds=8))),
     "pictures": PICTURES,
+    "three observations": replace(PICTURES, observations=3, distance=2),
     "listed": replace(PICTURES, episodes=ListedEpisodes(evaluation_episodes(2, 11), 8), final_frames="truncated"),
 }
 EVERY_SHAPE = pytest.mark.parametrize("spec", SHAPES.values(), ids=SHAPES.keys())
@@ -208,7 +209,7 @@ def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     own = {"bells", "stop", "phase", "since_ns", "requested_ns", "physics_of", "built", "message", "wire_bytes"}
     client = {"drawn", "collected"}
     drawing = {"private_bytes", "draws", "renderer_of", "away", "away_ns", "left", "moved_bytes"}
-    drawing |= {"frame_row", "final_row"}  # a far end never draws
+    drawing |= {"frame_row", "past_row", "final_row", "final_past_row"}  # a far end never draws
     derived = {"final_instruction"}
     with closing(Farm.create(PICTURES, InProcess())) as farm:
         assert set(farm.tasks[0].memory.slots.fields) == carried | own | client | drawing | derived
