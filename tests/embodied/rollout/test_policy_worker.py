@@ -199,15 +199,18 @@ def test_noise_is_keyed_by_env_episode_and_step() -> None:
             assert np.array_equal(used[t, env].numpy(), expected[0])
 
 
-def test_final_values_are_of_the_episodes_own_last_frame() -> None:
+@pytest.mark.parametrize("observations", [1, 2])
+def test_final_values_are_of_the_episodes_own_last_frames(observations: int) -> None:
     task = TaskSpec("tabletop/reach", max_episode_steps=3, cameras=1, image_size=16)
-    with worker(Watcher(), task=task) as made:
+    with worker(Watcher(observations=observations), task=task) as made:
         batch, _ = roll(made, 4)
     renderer = make_renderer(task)
     truth = replay(batch, task)
     assert batch.truncated.any()
     for t, env in batch.truncated.nonzero().tolist():
-        frames = renderer.render([truth.results[t][env].scene], ["front"])["front"]
+        assert batch.executed[t, env] == 1, "the decision's own observation is that of the env step before the last"
+        scenes = [truth.results[t][env].scene, truth.before[t][env].scene][:observations]
+        frames = renderer.render(scenes, ["front"])["front"]
         assert batch.final_value[t, env] == int(frames.astype(np.int64).sum())
     renderer.close()
 
