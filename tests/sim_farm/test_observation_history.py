@@ -28,18 +28,18 @@ SHAPES = [(2, 1, 1), (2, 1, 4), (3, 2, 1), (3, 2, 3), (4, 1, 2), (2, 5, 2), (3, 
 """K, d and C."""
 
 
-def spec_of(observations: int, distance: int, chunk: int, **more: Any) -> FarmSpec:
+def spec_of(observations: int, distance: int, chunk: int, task: TaskSpec = REACH, **more: Any) -> FarmSpec:
     shape: dict[str, Any] = {"num_envs": 4, "final_frames": "ended", **more}
     return FarmSpec(
-        REACH, EndlessEpisodes(run_seed=5), chunk=chunk, observations=observations, distance=distance, **shape
+        task, EndlessEpisodes(run_seed=5), chunk=chunk, observations=observations, distance=distance, **shape
     )
 
 
-def actions(env: int, number: int, chunk: int, state: np.ndarray) -> np.ndarray:
+def actions(env: int, number: int, spec: FarmSpec, dims: int, state: np.ndarray) -> np.ndarray:
     """Environments with odd numbers reach for the goal, which ends episodes; the others wander until the limit."""
-    if env % 2:
-        return np.repeat(state[None, 13:16] / 0.09, chunk, axis=0).astype(np.float32)
-    return np.random.default_rng((env, number)).uniform(-1, 1, (chunk, 3)).astype(np.float32)
+    if env % 2 and spec.task == REACH:
+        return np.repeat(state[None, 13:16] / 0.09, spec.chunk, axis=0).astype(np.float32)
+    return np.random.default_rng((env, number)).uniform(-1, 1, (spec.chunk, dims)).astype(np.float32)
 
 
 def expected(spec: FarmSpec, env: int) -> Iterator[Row]:
@@ -63,7 +63,7 @@ def expected(spec: FarmSpec, env: int) -> Iterator[Row]:
             for key, value in row.items()
         }
         ended = {}
-        for steps, action in enumerate(actions(env, number, spec.chunk, seen[-1].state), start=1):  # noqa: B007
+        for steps, action in enumerate(actions(env, number, spec, physics.info.action_dim, seen[-1].state), start=1):  # noqa: B007
             seen.append(physics.step(action[None]))
             if seen[-1].ended:
                 ended = shown("final ")
@@ -76,21 +76,21 @@ def expected(spec: FarmSpec, env: int) -> Iterator[Row]:
 
 def drive(farm: Farm, begin: int = 0, end: int = CHUNKS, kill: Any = None) -> Trace:
     trace: Trace = {env: [] for env in range(farm.specs[0].num_envs)}
-    groups, chunk = range(farm.groups), farm.specs[0].chunk
+    groups, spec, dims = range(farm.groups), farm.specs[0], farm.infos[0].action_dim
     if begin == 0:
         for group in groups:
             farm.reset(group)
         for group in groups:
-            append(trace, farm.collect(group, 60))
+            append(trace, farm.collect(group))
     for number in range(begin, end):
         for group in groups:
             state = farm.tasks[0].slots["state"]
             envs = farm.envs_of(group).tolist()
-            farm.submit(group, np.stack([actions(env, number, chunk, state[env]) for env in envs]))
+            farm.submit(group, np.stack([actions(env, number, spec, dims, state[env]) for env in envs]))
         if kill is not None:
             kill(number)
         for group in groups:
-            append(trace, farm.collect(group, 60))
+            append(trace, farm.collect(group))
     return trace
 
 
@@ -107,6 +107,15 @@ def test_decisions_see_what_single_env_steps_show(shape: tuple[int, int, int], p
     spec = spec_of(*shape, **plan)
     with closing(Farm.create(spec, InProcess())) as farm:
         check(spec, drive(farm))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["maniskill/PushCube-v1", "libero/libero_spatial/0", "gymnasium/Pendulum-v1"])
+@pytest.mark.parametrize("shape", [(2, 1, 1), (3, 2, 3)])
+def test_other_simulators_too(name: str, shape: tuple[int, int, int]) -> None:
+    task = TaskSpec(name, cameras=1, image_size=64, max_episode_steps=7)
+    with closing(Farm.create(spec_of(*shape, task=task, num_envs=2), InProcess())) as farm:
+        check(farm.specs[0], drive(farm))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
