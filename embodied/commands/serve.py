@@ -64,13 +64,16 @@ async def _until_ended(server: PolicyServer, bound: socket.socket, loaded: Loade
 
 
 def _conventions(loaded: LoadedPolicy) -> str:
-    """A line on the pictures that clients must show and the actions that they must execute."""
-    env, cameras = loaded.config.env, loaded.spec.cameras
+    """A line on what clients must show and on the actions that they must execute."""
+    env, spec = loaded.config.env, loaded.spec
+    cameras, apart = spec.cameras, f"{spec.distance} env step{'s' if spec.distance > 1 else ''} apart"
+    history = f"send {spec.observations} observations, {apart}, the oldest first" if spec.observations > 1 else ""
     shows = f"show pictures {env.orientation}" if cameras else ""
     takes = f"take the gripper as {env.gripper}" if cameras or env.gripper != "simulator" else ""
-    if not takes:
+    duties = [duty for duty in (history, shows, takes) if duty]
+    if not duties:
         return ""
-    line = f"\nIts clients have to {' and to '.join(filter(None, (shows, takes)))} (docs/serving.md)"
+    line = f"\nIts clients have to {' and to '.join(duties)} (docs/serving.md)"
     as_openpi = env.gripper != "inverted" and (not cameras or env.orientation == "rotated")
     if env.task.startswith("libero/") and not as_openpi:
         line += "; those of vla-eval's LIBERO are converted; openpi's own show them rotated, take it as simulator"

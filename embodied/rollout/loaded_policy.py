@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,30 +47,48 @@ class LoadedPolicy:
         """Action chunk float32 [C, A] for one observation, [B, C, A] for a batch, in the environment's units.
 
         `observation` has what `policy.reads` names: `state` [S] or [B, S], `proprio` [P] or [B, P], `images` by camera
-        uint8 [H, W, 3] or [B, H, W, 3] (row 0 at the top, as env.orientation has them), `instruction` a text or B.
-        `seed`: draw the action from the policy's distribution; None: its mode. Raises `UserError` for an observation
-        that lacks something, or has it in another shape.
+        uint8 [H, W, 3] or [B, H, W, 3] (row 0 at the top, as env.orientation has them), `instruction` a text or B. For
+        a policy that decides on K > 1 observations the arrays have an axis K, the oldest first: [K, S] or [B, K, S];
+        `begin_episode` makes them of single observations. `seed`: draw the action from the policy's distribution; None:
+        its mode. Raises `UserError` for an observation that lacks something, or has it in another shape.
         """
         inputs, batched = self.inputs(observation)
-        noise = None if seed is None else _noise(seed, rows_of(inputs), self.policy.noise_dim)
-        with torch.no_grad():
-            chunk = decide(self.policy, inputs, noise).chunk.numpy()
+        chunk = self.chunks(inputs, seed)
         return chunk if batched else chunk[0]
 
-    def inputs(self, observation: Mapping[str, Any]) -> tuple[Inputs, bool]:
-        """The observation of `act` as a batch, and whether it was one. Raises `UserError` as `act` does."""
+    def begin_episode(self) -> ObservedEpisode:
+        """An episode of which nothing was observed yet."""
+        return ObservedEpisode(self)
+
+    def chunks(self, inputs: Inputs, seed: int | None) -> npt.NDArray[np.float32]:
+        """Action chunks [B, C, A] for inputs, drawn by the seed; None: the mode."""
+        noise = None if seed is None else _noise(seed, rows_of(inputs), self.policy.noise_dim)
+        with torch.no_grad():
+            return decide(self.policy, inputs, noise).chunk.numpy()
+
+    def inputs(self, observation: Mapping[str, Any], *, observations: int | None = None) -> tuple[Inputs, bool]:
+        """The observation of `act` as a batch, and whether it was one. Raises `UserError` as `act` does.
+
+        `observations`: number of observations in it; None: as many as the policy decides on.
+        """
         spec, batched = self.spec, set[bool]()
+        count = spec.observations if observations is None else observations
+        several = () if count == 1 else (count,)
+        apart = f"{spec.distance} env step{'s' if spec.distance > 1 else ''} apart"
+        history = f" ({count} observations, {apart}, the oldest first)" if several else ""
 
         def array(name: str, value: Any, shapes: Sequence[tuple[int, ...]], kind: type) -> Tensor:
             found = _numbers(name, value, kind)
             shape = next((s for s in shapes if found.shape in (s, (*found.shape[:1], *s))), None)
             if shape is None:
-                raise UserError(f"{name} has the shape {found.shape}: the policy reads {shapes[0]}, or a batch of such")
+                raise UserError(
+                    f"{name} has the shape {found.shape}: the policy reads {shapes[0]}{history}, or a batch of such"
+                )
             batched.add(found.shape != shape)
             return torch.from_numpy(found.reshape(-1, *shape))
 
         vectors = {
-            name: array(name, _part(observation, name), [(size,)], np.float32)
+            name: array(name, _part(observation, name), [(*several, size)], np.float32)
             for name, size in (("state", spec.state_dim), ("proprio", spec.proprio_dim))
             if size
         }
@@ -77,7 +96,7 @@ class LoadedPolicy:
             name: array(
                 f"images[{name!r}]",
                 _part(_part(observation, "images"), name),
-                [(side, side, 3) for side in sorted(self.image_sizes, key=spec.image_size.__ne__)],
+                [(*several, side, side, 3) for side in sorted(self.image_sizes, key=spec.image_size.__ne__)],
                 np.uint8,
             )
             for name in spec.cameras
@@ -96,6 +115,57 @@ class LoadedPolicy:
         if len(lengths) != 1:
             raise UserError(f"the parts of the observation have {' and '.join(map(str, sorted(lengths)))} rows")
         return inputs, not one
+
+
+class ObservedEpisode:
+    """The observations of an episode so far, as a loaded policy decides on them.
+
+        episode = loaded.begin_episode()
+        episode.observe(observation)     # of the reset, and of each env step
+        actions = episode.act()          # [C, A], whenever a decision is due
+
+    The first observation of the episode stands for those before its beginning.
+    """
+
+    def __init__(self, loaded: LoadedPolicy) -> None:
+        self._loaded = loaded
+        self._seen: deque[Inputs] = deque(maxlen=1 + loaded.spec.distance * (loaded.spec.observations - 1))
+        """The latest observations, one for each env step; the first of a short episode is among them."""
+
+    @property
+    def begun(self) -> bool:
+        """True if something was observed."""
+        return bool(self._seen)
+
+    def observe(self, observation: Mapping[str, Any]) -> None:
+        """Add the observation of the next env step, as `LoadedPolicy.act` takes it, but for the axis K. Raises
+        `UserError`, and adds nothing, for one that the policy does not read."""
+        inputs, batched = self._loaded.inputs(observation, observations=1)
+        if batched:
+            raise UserError("an episode is observed one env step at a time: begin an episode for each row of a batch")
+        self._seen.append(inputs)
+
+    def act(self, *, seed: int | None = None) -> npt.NDArray[np.float32]:
+        """Action chunk float32 [C, A] for what was observed last; `seed` as in `LoadedPolicy.act`."""
+        return self._loaded.chunks(self.inputs(), seed)[0]
+
+    def inputs(self) -> Inputs:
+        """The inputs of a decision now, a batch of one. Raises `UserError` if nothing was observed."""
+        spec, last = self._loaded.spec, len(self._seen) - 1
+        if last < 0:
+            raise UserError("nothing was observed of this episode: its first observation comes before a decision")
+        if spec.observations == 1:
+            return self._seen[-1]
+        back = [spec.distance * k for k in reversed(range(spec.observations))]
+        found = [self._seen[max(last - steps, 0)] for steps in back]
+
+        def joined(part: Callable[[Inputs], Tensor | None]) -> Tensor | None:
+            """[1, K, ...]."""
+            tensors = [tensor for one in found if (tensor := part(one)) is not None]
+            return torch.stack(tensors, 1) if tensors else None
+
+        frames = {name: torch.stack([one.frames[name] for one in found], 1) for name in spec.cameras}
+        return Inputs(joined(lambda one: one.state), joined(lambda one: one.proprio), frames, found[-1].instruction)
 
 
 def load_policy(run: str | Path, checkpoint: str | Path | None = None, code: Collection[str] = ()) -> LoadedPolicy:

@@ -5,6 +5,10 @@ requests: with `rows` of 1 each is computed alone. With more, requests that wait
 has `rows` rows (missing rows repeat the first): so the shape of matrix products, and with it their rounding, does not
 depend on other clients. A request of several rows, which clients of this project send, is one batch.
 
+A request to a policy of K > 1 observations has an axis K in each array, the oldest observation first. It may be of one
+observation instead where requests are known to be an env step apart, because each answer is of one action, and where
+the client says at which of them an episode begins (`EPISODE_START`): the server then keeps what the connection showed.
+
 At the path /vla-eval the same port speaks the protocol of vla-evaluation-harness (`embodied.rollout.vla_eval`). Beside
 the websockets it answers GET /healthz and /health, and GET /metrics with counts and latencies as JSON.
 """
@@ -35,7 +39,7 @@ from websockets.http11 import Request, Response
 from embodied.devices import decide
 from embodied.errors import UserError, shown
 from embodied.rollout import vla_eval
-from embodied.rollout.loaded_policy import LoadedPolicy, rows_of
+from embodied.rollout.loaded_policy import LoadedPolicy, ObservedEpisode, rows_of
 from embodied.statistics import latency_percentiles
 from embodied.trajectories.batch import join_inputs
 from embodied.trajectories.random_streams import SERVING, generator
@@ -45,6 +49,8 @@ from policies.remote.messages import LARGEST, pack, unpack
 from policies.remote.policy import EXTENSION, NOISE
 from policies.resampling import fit_square
 
+EPISODE_START = "embodied/episode_start"
+"""Key by which a client that shows one observation a request says whether it is the first of an episode."""
 REMEMBERED = 100_000
 """Number of latest requests from which the latencies are computed."""
 _log = logging.getLogger(__name__)
@@ -141,6 +147,7 @@ class PolicyServer:
         """Metadata that clients receive first. An evaluation keeps it: it identifies the policy, not the machine."""
         spec, config = self._loaded.spec, self._loaded.config
         read = [name for name in config.policy.reads if name != "episode"]
+        history = {"observations": spec.observations, "distance": spec.distance} if spec.observations > 1 else {}
         conventions: dict[str, str] = {"gripper": config.env.gripper}
         if spec.cameras:
             conventions["orientation"] = config.env.orientation
@@ -159,6 +166,7 @@ class PolicyServer:
                 "proprio_dim": spec.proprio_dim,
                 "action_dim": spec.action_dim,
                 "chunk": spec.chunk,
+                **history,
                 "noise_dim": self._loaded.policy.noise_dim,
                 "rows": self._rows,
                 "sample": self._sample,
@@ -215,13 +223,20 @@ class PolicyServer:
     async def _talk_openpi(self, client: ServerConnection) -> None:
         before_s: float | None = None
         await client.send(pack(self.metadata))
-        asked = 0
+        asked, episode = 0, self._loaded.begin_episode()
         async for message in client:
             begin = time.monotonic()
             try:
                 if isinstance(message, str):
                     raise UserError(f"a request is an observation packed by msgpack, got the text {shown(message)}")
-                actions = await self._decided(unpack(message), message, asked)
+                observation = unpack(message)
+                if not isinstance(observation, Mapping):
+                    raise UserError(f"a request is a map of an observation's parts, got {shown(observation)}")
+                if observation.get(EPISODE_START) is True:
+                    episode = self._loaded.begin_episode()
+                inputs, batched = self._inputs(observation, episode)
+                chunks = await self._decided(inputs, self._noise(observation, message, asked, inputs), not batched)
+                actions = chunks if batched else chunks[0]
             except (UserError, PolicyError) as error:
                 self._times.refused += 1
                 await client.send(str(error))
@@ -236,7 +251,7 @@ class PolicyServer:
     async def _talk_vla_eval(self, client: ServerConnection) -> None:
         chunk = np.zeros((0, 0), np.float32)
         """The env steps that were decided and not yet asked for."""
-        asked, benchmark = 0, None
+        asked, benchmark, episode = 0, None, self._loaded.begin_episode()
         async for data in client:
             begin, seq = time.monotonic(), 0
             try:
@@ -247,13 +262,17 @@ class PolicyServer:
                         benchmark = message.payload.get("benchmark")
                         await client.send(vla_eval.pack("hello", self._hello(benchmark), seq))
                     case "episode_start":
-                        chunk = chunk[:0]
+                        chunk, episode = chunk[:0], self._loaded.begin_episode()
                     case "observation":
-                        if not len(chunk):
-                            convert = self._conversion(benchmark)
+                        convert = self._conversion(benchmark)
+                        # A later decision may look back at an env step at which none is made.
+                        if not len(chunk) or self._loaded.spec.observations > 1:
                             seen = vla_eval.observation(message.payload, self._keys, convert)
-                            decided = await self._decided(seen, message.data, asked, convert.turn)
-                            chunk = convert.executed(decided)
+                            episode.observe(self._named(seen, convert.turn))
+                        if not len(chunk):
+                            inputs = episode.inputs()
+                            noise = self._noise({}, message.data, asked, inputs)
+                            chunk = convert.executed((await self._decided(inputs, noise, True))[0])
                             asked += 1
                             self._answered(begin)
                         action, chunk = chunk[0], chunk[1:]
@@ -287,23 +306,43 @@ class PolicyServer:
         self._times.latencies_s.append(latency_s)
         return latency_s
 
-    async def _decided(
-        self, observation: Any, message: bytes, asked: int, turn: tuple[int, int] = (1, 1)
-    ) -> np.ndarray:
-        """Action chunks [C, A] for one observation, [B, C, A] for several. `turn`: steps over the rows and columns of
-        its pictures. Raises `UserError`, `PolicyError`."""
-        if not isinstance(observation, Mapping):
-            raise UserError(f"a request is a map of an observation's parts, got {shown(observation)}")
-        inputs, batched = self._loaded.inputs(self._named(observation, turn))
-        noise = self._noise(observation, message, asked, rows_of(inputs))
+    async def _decided(self, inputs: Inputs, noise: Tensor | None, single: bool) -> np.ndarray:
+        """Action chunks [B, C, A]. Raises `PolicyError`."""
         answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(inputs, noise, not batched, answer))
+        self._waiting.append(_Request(inputs, noise, single, answer))
         self._arrived.set()
-        chunk = await answer
-        return chunk if batched else chunk[0]
+        return await answer
 
-    def _named(self, observation: Mapping[str, Any], turn: tuple[int, int]) -> dict[str, Any]:
-        """The observation as `LoadedPolicy.act` takes it, pictures resized. Raises `UserError` for what is missing."""
+    def _inputs(self, observation: Mapping[str, Any], episode: ObservedEpisode) -> tuple[Inputs, bool]:
+        """The inputs of a request, and whether it was a batch. Raises `UserError`."""
+        spec, named = self._loaded.spec, self._named(observation)
+        if spec.observations == 1 or EPISODE_START not in observation:
+            try:
+                return self._loaded.inputs(named)
+            except UserError as error:
+                if spec.observations == 1 or spec.chunk > 1:
+                    raise
+                raise UserError(
+                    f"{error}. A client that asks at every env step may send one observation a request, with "
+                    f"{EPISODE_START!r}: True for the first of an episode and False for the others"
+                ) from None
+        start = observation[EPISODE_START]
+        if type(start) is not bool:
+            raise UserError(f"{EPISODE_START} is true for the first observation of an episode, got {shown(start)}")
+        if spec.chunk > 1:
+            raise UserError(
+                f"the policy answers {spec.chunk} actions a request, so that requests do not show every env step, and "
+                f"it decides on {spec.observations} observations: send all of them in each array, the oldest first, "
+                f"without {EPISODE_START!r}"
+            )
+        if not start and not episode.begun:
+            raise UserError(f"the first observation of a connection begins an episode: {EPISODE_START!r} is True")
+        episode.observe(named)
+        return episode.inputs(), False
+
+    def _named(self, observation: Mapping[str, Any], turn: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+        """The observation as `LoadedPolicy.act` takes it, pictures resized. `turn`: steps over the rows and columns of
+        its pictures. Raises `UserError` for what is missing."""
         found: dict[str, Any] = {}
         for name, key in self._keys.items():
             if not self._is_read(name):
@@ -331,10 +370,10 @@ class PolicyServer:
         resized = fit_square(torch.from_numpy(pictures.reshape(-1, *pictures.shape[-3:]).copy()), size, "bilinear")
         return resized.numpy().reshape(*pictures.shape[:-3], size, size, 3)
 
-    def _noise(self, observation: Mapping[str, Any], message: bytes, asked: int, rows: int) -> Tensor | None:
+    def _noise(self, observation: Mapping[str, Any], message: bytes, asked: int, inputs: Inputs) -> Tensor | None:
         """[B, Z]: what the client sends; or else drawn by the seed, the request and how many its client sent before, so
         that no other client changes it. None: the mode is asked for. Raises `UserError` for another shape."""
-        size = self._loaded.policy.noise_dim
+        rows, size = rows_of(inputs), self._loaded.policy.noise_dim
         if NOISE in observation:
             sent = observation[NOISE]
             if sent is None:
@@ -415,11 +454,11 @@ class PolicyServer:
 
 
 def _pictures(key: str, value: Any) -> np.ndarray:
-    """Pictures uint8 [H, W, 3], or [B, H, W, 3], of what a client sends: as openpi's own server, also with the channels
-    first, and of real numbers in [0, 1]. Raises `UserError` for others."""
+    """Pictures uint8 [H, W, 3], with up to two axes of rows and observations before them, of what a client sends: as
+    openpi's own server, also with the channels first, and of real numbers in [0, 1]. Raises `UserError` for others."""
     dtype, shape = getattr(value, "dtype", type(value).__name__), list(getattr(value, "shape", ()))
     says = f"{key} is a picture uint8 [H, W, 3] or [3, H, W], or of real numbers from 0 to 1, or a batch of such; got"
-    if not isinstance(value, np.ndarray) or value.ndim not in (3, 4) or not value.size:
+    if not isinstance(value, np.ndarray) or value.ndim not in (3, 4, 5) or not value.size:
         raise UserError(f"{says} {dtype} {shape}")
     if value.shape[-1] != 3 and value.shape[-3] == 3:
         value = np.moveaxis(value, -3, -1)

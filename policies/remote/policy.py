@@ -135,14 +135,20 @@ class Remote(Policy):
         """The parts that are read, of all rows, under the server's keys."""
         keys, found = self._keys, dict[str, Any]()
         for camera, frames in inputs.frames.items():
-            resized = fit_square(frames, self._image_size, "bilinear") if self._image_size else frames
-            found[keys[f"{CAMERA}{camera}"]] = resized.numpy()
+            found[keys[f"{CAMERA}{camera}"]] = self._resized(frames).numpy()
         for name, vector in (("proprio", inputs.proprio), ("state", inputs.state)):
             if vector is not None:
                 found[keys[name]] = vector.numpy()
         if inputs.instruction:
             found[keys["instruction"]] = list(inputs.instruction)
         return found
+
+    def _resized(self, frames: Tensor) -> Tensor:
+        """uint8 [..., H, W, 3] in the size that the server is sent."""
+        size = self._image_size
+        if not size:
+            return frames
+        return fit_square(frames.flatten(0, -4), size, "bilinear").view(*frames.shape[:-3], size, size, 3)
 
     def _executed(self, actions: np.ndarray, rows: tuple[int, ...]) -> Tensor:
         """The first C of each chunk. Raises `PolicyError` for another shape."""
@@ -173,6 +179,15 @@ class PolicyServer(PolicyFormat):
     def served_by(self, architecture: Mapping[str, Any]) -> Mapping[str, Any]:
         options = RemoteOptions(**architecture)
         return _as_json(metadata_of(options.address, options.timeout_s))
+
+    def observations(self, architecture: Mapping[str, Any]) -> tuple[int, int]:
+        """Those of the served policy, as a server of this project reports them; one of others' servers."""
+        options = RemoteOptions(**architecture)
+        ours = _extension(metadata_of(options.address, options.timeout_s)) or {}
+        found = ours.get("observations", 1), ours.get("distance", 1)
+        if not all(type(number) is int for number in found):
+            raise PolicyError(f"the metadata of the policy server has observations {shown(found)}, no whole numbers")
+        return found
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Conventions that the served policy was trained with, as a server of this project reports them."""
@@ -214,11 +229,11 @@ def _rows(inputs: Inputs) -> int:
 
 def _blank(spec: PolicySpec) -> Inputs:
     """One row of nothing to be seen."""
-    size = spec.image_size
+    size, row = spec.image_size, (1, spec.observations) if spec.observations > 1 else (1,)
     return Inputs(
-        state=torch.zeros(1, spec.state_dim) if spec.state_dim else None,
-        proprio=torch.zeros(1, spec.proprio_dim) if spec.proprio_dim else None,
-        frames={camera: torch.zeros(1, size, size, 3, dtype=torch.uint8) for camera in spec.cameras},
+        state=torch.zeros(*row, spec.state_dim) if spec.state_dim else None,
+        proprio=torch.zeros(*row, spec.proprio_dim) if spec.proprio_dim else None,
+        frames={camera: torch.zeros(*row, size, size, 3, dtype=torch.uint8) for camera in spec.cameras},
         instruction=("do nothing",),
     )
 

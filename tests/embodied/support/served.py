@@ -34,10 +34,11 @@ def serving(loaded: LoadedPolicy, **how: Any) -> Iterator[tuple[str, PolicyServe
         loop.close()
 
 
-def small_policy(chunk: int = 3) -> LoadedPolicy:
-    """A flow policy with an untrained network that reads two pictures and eight numbers, and gives seven."""
+def small_policy(chunk: int = 3, **more: Any) -> LoadedPolicy:
+    """A flow policy with an untrained network that reads two pictures and eight numbers, and gives seven; with `more`
+    options."""
     reads = ["images", "proprio"]
-    options = {"encoder": "cnn"}
+    options = {"encoder": "cnn", **more}
     config = parse_config({"policy": {"kind": "flow", "reads": reads, "chunk": chunk, "options": options}}, "test")
     spec = PolicySpec(action_dim=7, chunk=chunk, proprio_dim=8, cameras=("base", "wrist"), image_size=32)
     return LoadedPolicy(policies.build("flow", spec, 3, **options), config, None)
