@@ -17,9 +17,9 @@ from embodied.devices import Affinity, accelerators, available_threads
 from embodied.errors import UserError, nearest
 from embodied.rollout.rollout_loop import rows_for_finals
 from embodied.runtime.api import NodeInfo
-from embodied.workflows.context import observations_of
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import name_in_task, physics_workers_of
+from policies.registry import observations_of
 from schedulers.plan import HERE as HOME
 from schedulers.plan import DeviceRange, Phase, Placement, Plan
 from sim_farm.contract import TaskInfo
@@ -370,7 +370,7 @@ def farm_spec(
     config: Config, episodes: Episodes, farm: FarmAssignment, num_envs: int | None = None, finals: str = "never"
 ) -> FarmSpec:
     """The farm of one task whose workers are assigned so. `finals` is `FarmSpec.final_frames`."""
-    observations, distance = observations_of(config)
+    history = history_of(config)
     return FarmSpec(
         task=task_spec(config),
         episodes=episodes,
@@ -381,8 +381,8 @@ def farm_spec(
         render_workers=len(farm.render),
         devices=farm.devices,
         final_frames=finals,
-        observations=observations,
-        distance=distance,
+        observations=history.observations,
+        distance=history.distance,
     )
 
 
@@ -400,7 +400,7 @@ def memory_rounds(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
 
 def history_of(config: Config) -> ObservationHistory:
     """Observations that a decision of the configuration's policy is made on."""
-    return ObservationHistory(*observations_of(config), config.policy.chunk)
+    return ObservationHistory(*observations_of(config.policy.kind, config.policy.architecture), config.policy.chunk)
 
 
 def observation_rows(run: RunSpec, rounds: int) -> int:

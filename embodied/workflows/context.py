@@ -12,7 +12,7 @@ from embodied.devices import Affinity, find_device, settle
 from embodied.errors import UserError
 from embodied.workflows.run_spec import RunSpec
 from policies.contract import Policy, PolicySpec
-from policies.registry import arguments_of, check_actions, policy_kind
+from policies.registry import arguments_of, check_actions, observations_of, policy_kind
 from sim_farm.client.farm import Farm, FarmAddress
 from sim_farm.contract import TaskInfo
 
@@ -50,19 +50,13 @@ class WorkerContext:
         return Farm.attach(self.farm) if isinstance(self.farm, FarmAddress) else self.farm
 
 
-def observations_of(config: Config) -> tuple[int, int]:
-    """Number of observations that a decision of the configuration's policy is made on, and env steps from each to the
-    next."""
-    return policy_kind(config.policy.kind).format.observations(config.policy.architecture)
-
-
 def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     """The sizes of the policy for this task. Raises `PolicyError` where the policy cannot act by the task's actions."""
     reads = config.policy.reads
     _check_seen(config, info)
     scaled = policy_kind(config.policy.kind).scales_to_bounds
     low, high = _bounds(info) if scaled and not info.discrete_actions else ((), ())
-    observations, distance = observations_of(config)
+    observations, distance = observations_of(config.policy.kind, config.policy.architecture)
     spec = PolicySpec(
         action_dim=info.action_dim,
         chunk=config.policy.chunk,
