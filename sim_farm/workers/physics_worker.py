@@ -183,7 +183,8 @@ class PhysicsWorker(Worker):
         base, action = int(slots["base_step"][env]), slots["action"][env]
         result = self._executed(env, action)
         self._strike("state", result.state)
-        steps, broken = result.steps, env in self._broken or not _finite(result)
+        shown = self._seen.get(env, (result,))  # what a policy may see of the episode from now on
+        steps, broken = result.steps, env in self._broken or not all(map(_finite, shown))
         slots["history"][env, base : base + steps] = action[:steps]
         slots["steps"][env] = steps
         for key, values in (("reward", result.reward), ("success", result.success)):

@@ -53,8 +53,11 @@ def outcomes(trace: Trace) -> list[tuple[float, bool, bool, int]]:
     ]
 
 
-def test_an_episode_whose_observation_is_not_finite_ends_and_the_next_begins(broken: None) -> None:
-    trace = run(SPEC, chunks=24)
+@pytest.mark.parametrize("history", [{}, {"observations": 3, "distance": 2}], ids=["one", "three"])
+def test_an_episode_whose_observation_is_not_finite_ends_and_the_next_begins(
+    broken: None, history: dict[str, Any]
+) -> None:
+    trace = run(replace(SPEC, **history), chunks=24)
     for rows in trace.values():
         for row in rows:
             assert np.isfinite(row["state"]).all() and np.isfinite(row["proprio"]).all()
