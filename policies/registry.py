@@ -128,12 +128,13 @@ def _with_observations(kind: str, spec: PolicySpec, own: tuple[int, int]) -> Pol
 
 def check(kind: str, architecture: Mapping[str, Any]) -> None:
     """Raise `PolicyError` for what `build` would refuse whatever the task: an unknown kind or argument, files that are
-    missing, or of another kind. Builds nothing."""
+    missing, or of another kind, a number of observations that no policy has. Builds nothing."""
     found = _with_options(kind, architecture)
     if found.options is not None:
         found.options(**architecture)  # raises for a value that an option does not take
     _check_kind(kind, found, architecture.get("checkpoint"))
     found.format.check_files(architecture)
+    observations_of(kind, architecture)
 
 
 def check_actions(kind: str, spec: PolicySpec) -> None:

@@ -13,7 +13,7 @@ from policies.capabilities import earlier_actions
 from policies.conformance import laws
 from policies.layers import counted_mean, mlp, only_counted
 from policies.policy_kind import PolicyKind
-from policies.registry import policy_kind
+from policies.registry import check, policy_kind
 from policies.small.encoders import HistoryFormat
 from policies.small.gaussian_mlp import GaussianMLP
 from tests.policies.test_policy_laws import HISTORY, IMAGE, SMALL, STATE, trained
@@ -112,6 +112,8 @@ def test_a_policy_saved_before_there_were_observations_is_loaded(tmp_path):
 def test_observations_that_no_policy_has_are_refused(kind, options, message):
     with pytest.raises(PolicyError, match=message):
         policies.build(kind, STATE, seed=0, **SMALL, **options)
+    with pytest.raises(PolicyError, match=message):
+        check(kind, {**SMALL, **options})  # before the task is known
 
 
 def test_kinds_without_history_refuse_it():

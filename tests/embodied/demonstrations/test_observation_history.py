@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+from embodied.commands.record import record_run
 from embodied.config.files import parse_config
 from embodied.demonstrations import Dataset, DatasetError, History
 from embodied.demonstrations.augmentation import RECIPES, Augmentation
@@ -19,6 +22,8 @@ from embodied.demonstrations.mixture import Demonstrations
 from embodied.errors import UserError
 from embodied.training.sft import read_demonstrations
 from embodied.workflows.run_spec import task_spec
+from policies.contract import Action, Evaluation, Inputs, Policy, PolicySpec
+from policies.policy_kind import PolicyFormat, PolicyKind
 from tests.embodied.demonstrations.test_inspection import foreign, with_column, without
 from tests.embodied.demonstrations.test_loader import CAMERAS, HERE, content, demonstrations_of, requests_of
 from tests.embodied.support.expert import record_reach
@@ -105,6 +110,72 @@ def test_an_earlier_row_with_numbers_that_are_not_finite_is_refused(written: Dat
     dataset.batch([row + 1], 1, ())
     with pytest.raises(DatasetError, match=f"not finite, first in row {row}"):
         dataset.batch([row + 4], 1, (), HISTORY)
+
+
+# --- what an environment shows
+
+
+class Watcher(Policy):
+    """Acts by its noise alone, and keeps what it was shown, by the seed and the env step of the episode."""
+
+    kind = "watcher"
+    shown: ClassVar[dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
+
+    def __init__(self, spec: PolicySpec) -> None:
+        super().__init__()
+        self.spec, self.noise_dim, self.value_head = spec, spec.chunk * spec.action_dim, nn.Identity()
+
+    def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
+        assert inputs.state is not None and inputs.proprio is not None and inputs.episode is not None
+        assert noise is not None
+        for row, (seed, _, step) in enumerate(inputs.episode.tolist()):
+            self.shown.setdefault((seed, step), (inputs.state[row].clone(), inputs.proprio[row].clone()))
+        chunk = noise.view(-1, self.spec.chunk, self.spec.action_dim)
+        return Action(chunk, torch.zeros_like(chunk), self.value(inputs), {"action": chunk})
+
+    def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
+        raise NotImplementedError
+
+    def value(self, inputs: Inputs) -> Tensor:
+        assert inputs.state is not None
+        return torch.zeros(len(inputs.state))
+
+    def architecture(self) -> dict[str, Any]:
+        return {}
+
+
+class WatcherFormat(PolicyFormat):
+    def observations(self, architecture: Mapping[str, Any]) -> tuple[int, int]:
+        return HISTORY.observations, HISTORY.distance
+
+
+WATCHER = PolicyKind(Watcher, format=WatcherFormat())
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_demonstrations_show_what_the_environment_showed(chunk: int, tmp_path: Path) -> None:
+    """To the last bit, at every decision of every recorded episode."""
+    kind, Watcher.shown = f"{__name__}:WATCHER", {}
+    config = parse_config(
+        {
+            "env": {"task": "tabletop/push", "num_envs": 2, "max_episode_steps": 12},
+            "policy": {"kind": kind, "reads": ["state", "proprio", "episode"], "chunk": chunk},
+            "eval": {"greedy": False},
+            "runtime": {"mode": "inline"},
+        },
+        "test",
+    )
+    record_run("test", config, None, tmp_path / "demos", 4, False, tmp_path / "no-runs")
+    dataset, decisions = Dataset(tmp_path / "demos"), 0
+    for episode in dataset.episodes:
+        rows = np.arange(episode.begin, episode.end, chunk)
+        batch = dataset.batch(rows, chunk, (), HISTORY)
+        for place, row in enumerate(rows.tolist()):
+            state, proprio = Watcher.shown[episode.row["seed"], row - episode.begin]
+            assert batch.state is not None and np.array_equal(batch.state[place], state)
+            assert batch.proprio is not None and np.array_equal(batch.proprio[place], proprio)
+            decisions += 1
+    assert decisions >= 4 * 12 // chunk - 4
 
 
 # --- what the loader makes of it

@@ -63,6 +63,18 @@ def test_a_served_policys_evaluation_equals_its_own_line_for_line(
     assert_same_episodes(read_folder(tmp_path / "own"), read_folder(tmp_path / "remote"))
 
 
+def test_a_served_policy_of_several_observations_is_evaluated_as_it_evaluates_itself(tmp_path: Path) -> None:
+    """The client's environments give what the server's metadata ask for, env steps apart whatever the chunk."""
+    options = {"widths": [16], "observations": 3, "distance": 2}
+    own_run = evaluations.trained(tmp_path, "several", 3, sections={"policy": {"options": options, "chunk": 2}})
+    own = config(settings_of(str(own_run), tmp_path).model_dump(mode="json"), eval={"episodes": 21})
+    evaluate_run(str(own_run), own, None, tmp_path, into=tmp_path / "own")
+    with serving(embodied.load_policy(own_run)) as (address, _):
+        result = evaluate_run("remote", asking(address, own), None, tmp_path, into=tmp_path / "remote")
+    assert lines(tmp_path / "own") == lines(tmp_path / "remote")
+    assert (result["server"]["embodied"]["observations"], result["server"]["embodied"]["distance"]) == (3, 2)
+
+
 @pytest.mark.slow  # records, trains and evaluates a vision-language-action model
 def test_a_served_vision_language_action_models_evaluation_equals_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
