@@ -19,7 +19,6 @@ import torch
 import tyro
 from scipy.stats import binom
 
-from embodied.planning.flops import Costs
 from embodied_bench.machine import measure_machine, seconds_of
 from embodied_bench.measured_policy import LOOP, OneAtATime, build, describe, make_inputs, peer_calls, rows_of
 from embodied_bench.settings import BenchPolicy, show_and_write
@@ -68,7 +67,7 @@ def on_processor(model: str, rows: int, rounds: int) -> dict[str, Any]:
             times[name].append(seconds_of(call, CPU))
     machine = machine.best(measure_machine(CPU, "float32"))
     ratios = {name: [a / b for a, b in zip(t, times["batched"], strict=True)] for name, t in times.items()}
-    passes = Costs(policy, len(policy.prompts.tokens(INSTRUCTION))).decision(rows)
+    passes = policy.costs(INSTRUCTION).decision(rows)
     limit = rows / sum(machine.seconds(work.flops, work.nbytes) for work in passes)
     rate = rows / median(times["batched"])
     return describe(bench, policy, machine) | {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from policies.contract import Action, Inputs, Policy
 from policies.errors import PolicyError
+from policies.work import Costs
 
 
 @runtime_checkable
@@ -152,6 +153,15 @@ class Ensembles(Protocol):
 
 
 @runtime_checkable
+class CountsWork(Protocol):
+    """A policy whose needed arithmetic and memory traffic are counted from its network's modules."""
+
+    def costs(self, instruction: str) -> Costs:
+        """Counts for prompts as long as the instruction's."""
+        ...
+
+
+@runtime_checkable
 class HasAdapter(Protocol):
     """A policy on whose network a low-rank adapter may hang."""
 
@@ -214,7 +224,7 @@ class SampledElsewhere(Protocol):
 
 PROTOCOLS: tuple[type, ...] = (
     *(Imitates, ImitatesEarlier, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Ensembles, HasAdapter),
-    *(GathersInGroups, SampledElsewhere),
+    *(CountsWork, GathersInGroups, SampledElsewhere),
 )
 METHODS = {
     name: protocol.__name__

@@ -60,8 +60,8 @@ class RobotPolicy(Policy):
         return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
 
     def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
-        """Demonstrated actions [B, N, A] in the environment's units, as float64 in the network's."""
-        return self.units.action.normalise(self.transforms.demonstrated(actions.double(), self._given(inputs)))
+        """Demonstrated actions [B, N, A] in the environment's units, as float32 in the network's."""
+        return self.units.action.normalise(self.transforms.demonstrated(actions.double(), self._given(inputs))).float()
 
     def _actions(self, said: Tensor, inputs: Inputs) -> Tensor:
         """[B, C, A] in the network's units to float32 in the environment's."""

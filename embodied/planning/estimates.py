@@ -2,7 +2,7 @@
 
 A profile that was measured on a CPU says nothing about a GPU. For a cluster whose nodes name their `card`, policy and
 learner get times from the card's roofline (`schedulers.cards`). Counted are one decision and one update: of large
-networks by `embodied.planning.flops`, of others as torch executes them for one row.
+networks by `policies.work`, of others as torch executes them for one row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,24 +18,15 @@ from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.learning.sharding import rank_bytes
 from embodied.planning.clusters import roles_of
-from embodied.planning.flops import Work, batched, costs_of, nbytes
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import task_spec
+from policies.capabilities import CountsWork
 from policies.contract import Inputs, Policy
+from policies.work import Costs, Work, batched, nbytes
 from schedulers import Cluster, ComponentProfile, Point, Profile, Workflow
 from schedulers.cards import EFFICIENCY, UPDATE_EFFICIENCY, Card, find_card
 from sim_farm.workers.hosts import InProcess
-
-
-class Costs(Protocol):
-    """Counts of a policy's work."""
-
-    def decision(self, rows: int) -> list[Work]:
-        """Work of each forward pass in one batch's decision; the passes run one after the other."""
-
-    def update(self, rows: int, cached: bool) -> Work:
-        """Forward and backward pass of one micro-batch."""
 
 
 class ExecutedCosts:
@@ -96,7 +86,7 @@ def with_estimates(profile: Profile, config: Config, workflow: Workflow, cluster
     policy = make_policy(config, policy_spec(config, info), device="cpu")
     inputs = blank_inputs(policy, info, config.policy.reads)
     instruction = inputs.instruction[0] if inputs.instruction else ""
-    costs: Costs = costs_of(policy, instruction) or ExecutedCosts(policy, inputs)
+    costs: Costs = policy.costs(instruction) if isinstance(policy, CountsWork) else ExecutedCosts(policy, inputs)
     acting, learning = measured
     rows = max(workflow.environments(i) for i in range(len(workflow.loops)))
     decisions = {n: decision_seconds(costs, n, card) for n in _halves(rows)}

@@ -24,7 +24,6 @@ from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
 from embodied.learning.optimizer import make_optimizer
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss, read_losses
-from embodied.planning.flops import Costs, FlowCosts, nbytes
 from embodied.reporting.live import steps
 from embodied.trajectories.batch import TensorDecisions
 from embodied_bench.machine import Machine, Peak, finish, measure_machine, peak_memory, repeat
@@ -44,6 +43,7 @@ from policies.capabilities import Precomputes
 from policies.contract import Inputs, Policy
 from policies.openvla.policy import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
+from policies.work import Costs, nbytes
 
 ROUNDS = 3
 
@@ -190,7 +190,7 @@ def _warm_up(update: Update, cases: Iterable[Case], device: torch.device) -> dic
 
 
 def _case(
-    case: Case, times: list[float] | None, peak: Peak | None, minibatch: int, costs: Costs | FlowCosts, machine: Machine
+    case: Case, times: list[float] | None, peak: Peak | None, minibatch: int, costs: Costs, machine: Machine
 ) -> dict[str, Any]:
     named = {
         "micro_batch": case.micro_batch,

@@ -17,7 +17,6 @@ from torch.nn import functional
 import policies
 from embodied.devices import find_device, settle
 from embodied.errors import UserError
-from embodied.planning.flops import Costs, FlowCosts
 from embodied_bench.machine import Machine, choose_dtype
 from embodied_bench.settings import BenchLearner, BenchPolicy, provenance
 from policies.contract import Inputs, Policy, PolicySpec
@@ -28,8 +27,10 @@ from policies.openvla.oft import STOP, OpenVLAOFT
 from policies.openvla.policy import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
 from policies.pi0.config import read_sizes
+from policies.pi0.costs import Pi0Costs
 from policies.pi0.policy import Pi0
 from policies.random_weights import INSTRUCTION
+from policies.work import Costs
 
 CAMERA, WRIST = "camera", "wrist"
 PROPRIO_DIM = 8
@@ -43,7 +44,7 @@ class Network:
     """The measured network, whatever the policy's kind."""
 
     module: nn.Module
-    costs: Costs | FlowCosts
+    costs: Costs
     dtype: torch.dtype
     patches: int
     """Patches of one image."""
@@ -54,12 +55,14 @@ class Network:
 def network_of(policy: Policy) -> Network:
     """The network of a policy that `build` returned."""
     if isinstance(policy, Pi0):
-        costs = FlowCosts(policy)
+        costs = Pi0Costs(policy)
         dtype = policy.network.projector.weight.dtype
         return Network(policy.network, costs, dtype, policy.sizes.patches, policy.sizes.prompt_len, costs.suffix_tokens)
     assert isinstance(policy, TokenPolicy)
     prompt, tokens = len(policy.prompts.tokens(INSTRUCTION)), policy.spec.chunk * policy.spec.action_dim
-    return Network(policy.model, Costs(policy, prompt), policy.model.dtype, policy.model.config.patches, prompt, tokens)
+    return Network(
+        policy.model, policy.costs(INSTRUCTION), policy.model.dtype, policy.model.config.patches, prompt, tokens
+    )
 
 
 def build(bench: BenchPolicy | BenchLearner, **options: Any) -> Policy:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from embodied.devices import device_of, release
 from embodied.errors import UserError
-from embodied.planning.flops import Costs, FlowCosts, nbytes
 from embodied.reporting.live import steps
 from embodied_bench.machine import Machine, Peak, measure_machine, peak_memory, repeat
 from embodied_bench.measured_policy import (
@@ -37,6 +36,7 @@ from embodied_bench.settings import BenchPolicy
 from policies.contract import Policy
 from policies.openvla.action_tokens import decode
 from policies.openvla.policy import OpenVLA, TokenPolicy
+from policies.work import Costs, nbytes
 
 ROUNDS, FIRST = 3, "first token"
 PEER_ROWS = 4
@@ -139,7 +139,7 @@ def first_token(policy: TokenPolicy, inputs: Any) -> None:
         policy.act(inputs, None)
 
 
-def _latency(rates: Rates, costs: Costs | FlowCosts, machine: Machine) -> dict[str, float]:
+def _latency(rates: Rates, costs: Costs, machine: Machine) -> dict[str, float]:
     limit = sum(machine.seconds(work.flops, work.nbytes) for work in costs.decision(1))
     token = {"time_to_first_token_s": median(rates.times[FIRST])} if FIRST in rates.times else {}
     return {
@@ -149,7 +149,7 @@ def _latency(rates: Rates, costs: Costs | FlowCosts, machine: Machine) -> dict[s
     }
 
 
-def _batch(rates: Rates, batch: int, costs: Costs | FlowCosts, machine: Machine) -> dict[str, Any]:
+def _batch(rates: Rates, batch: int, costs: Costs, machine: Machine) -> dict[str, Any]:
     """Figures of a batch size. Each pass waits for the one before, so the limit is a sum over passes."""
     if batch not in rates.batches:
         return {"batch": batch, "out_of_memory": True}

@@ -165,7 +165,7 @@ class Act(RobotPolicy):
         """
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
-        wanted = only_counted(self._normalised(actions, inputs).float(), counted)
+        wanted = only_counted(self._normalised(actions, inputs), counted)
         latent, divergence = self._latent_of_none(seen), seen.state.new_zeros(len(seen.state))
         if self.config.use_vae:
             z = checked_noise(noise, self.noise_dim)[:, self.executed :]

@@ -246,8 +246,7 @@ class FlowVLA(RobotPolicy, AdaptedPolicy):
         uniform = self.denoising.uniform_of(noise)
         seen = self._observation(inputs)
         # After it was normalised: what fills an episode's end up is the mean action, not one of raw zeros.
-        said = nn.functional.pad(self._normalised(actions, inputs), (0, self.sizes.action_dim - self.spec.action_dim))
-        wanted = only_counted(said.float(), counted)
+        wanted = only_counted(self._normalised(actions, inputs), counted)
         x1 = noise[:, : self.denoising.size].view_as(wanted)
         t = self.times.of(uniform[:, 0]).float()
         v = self.network.joint_velocity(seen, t[:, None, None] * x1 + (1 - t[:, None, None]) * wanted, t)
@@ -287,6 +286,11 @@ class FlowVLA(RobotPolicy, AdaptedPolicy):
             return torch.zeros(len(some), self.state_width, device=some.device)
         known = self.units.state.normalise(self.transforms.state(given))
         return nn.functional.pad(known, (0, self.state_width - known.shape[1])).float()
+
+    def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
+        """[B, H, D] in the environment's units to [B, H, A], filled up with zeros."""
+        missing = self.sizes.action_dim - self.spec.action_dim
+        return nn.functional.pad(super()._normalised(actions, inputs), (0, missing))
 
     def _executed(self, x: Tensor) -> Tensor:
         """[B, C, D] of [B, H, A]."""

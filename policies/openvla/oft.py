@@ -17,6 +17,7 @@ from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpe
 from policies.cuda_graphs import replayed, replaying
 from policies.layers import checked_noise, counted_mean
 from policies.openvla.action_tokens import choose, score
+from policies.openvla.costs import OpenVLACosts
 from policies.openvla.heads import ActionHead, ProprioProjector
 from policies.openvla.model import OpenVLAModel, Sequence
 from policies.openvla.normalisation import DEMONSTRATIONS
@@ -121,6 +122,11 @@ class OpenVLAOFT(TokenPolicy):
         said = self.action_head(self.states(inputs)).float()
         wanted = self.normalised(actions, counted, self.given_state(inputs)).float()
         return counted_mean((said - wanted).abs(), counted)
+
+    def costs(self, instruction: str) -> OpenVLACosts:
+        return OpenVLACosts(
+            self, len(self.prompts.tokens(instruction)) + int(self.proprio_projector is not None), self.stop
+        )
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         if self.proprio_projector is not None and proprio is None and self.statistics.key == DEMONSTRATIONS:

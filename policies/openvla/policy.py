@@ -18,6 +18,7 @@ from policies.layers import checked_noise, counted_mean, only_counted
 from policies.openvla import adapters
 from policies.openvla.action_tokens import action_of, decode, score, token_of
 from policies.openvla.config import TOWERS
+from policies.openvla.costs import OpenVLACosts
 from policies.openvla.film import load_film
 from policies.openvla.heads import ValueHead
 from policies.openvla.images import read_preprocessing
@@ -194,6 +195,9 @@ class TokenPolicy(lora.AdaptedPolicy):
         towers = [getattr(self.model.vision_backbone, tower) for tower in TOWERS]
         layers = self.model.language_model.model.layers
         return [[module] for module in (*(block for tower in towers for block in tower.blocks), *layers[:-1])]
+
+    def costs(self, instruction: str) -> OpenVLACosts:
+        return OpenVLACosts(self, len(self.prompts.tokens(instruction)))
 
     def architecture(self) -> dict[str, Any]:
         return self.options.as_data()

@@ -16,6 +16,7 @@ from policies.lerobot.features import check_numbers, ordered_cameras
 from policies.lerobot.statistics import check_pictures, read_lerobot
 from policies.pi0 import adapters
 from policies.pi0.checkpoint import find_sources, load_network
+from policies.pi0.costs import Pi0Costs
 from policies.pi0.inputs import BLACK, OF_LEROBOT_04, Prompts, pixel_values
 from policies.pi0.normalisation import normalisations, openpi_default, openpi_statistics, read_openpi
 from policies.pi0.options import AUTO, Pi0Options
@@ -64,6 +65,9 @@ class Pi0(FlowVLA):
     @property
     def network_image_size(self) -> int:
         return self.sizes.vision.image_size
+
+    def costs(self, instruction: str) -> Pi0Costs:
+        return Pi0Costs(self)
 
     # --- what the network reads
 

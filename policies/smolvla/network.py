@@ -69,7 +69,8 @@ class SmolVLANetwork(FlowNetwork):
         patches = embeddings.patch_embedding(pixels.flatten(0, 1).to(weight.dtype))
         grid = patches.shape[-1]
         places = patch_positions(grid, embeddings.num_patches_per_side, patches.device)
-        patches = patches.flatten(2).transpose(1, 2) + embeddings.position_embedding(places)
+        # Contiguous: every layer would have the strides of its input, and its norms copy what they read.
+        patches = patches.flatten(2).transpose(1, 2).contiguous() + embeddings.position_embedding(places)
         seen = self.vision.post_layernorm(self.vision.encoder(inputs_embeds=patches).last_hidden_state)
         folded = joined(seen, grid, self.sizes.scale_factor)
         return self.projector(folded).unflatten(0, pixels.shape[:2]) * self._scale

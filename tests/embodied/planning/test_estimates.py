@@ -14,10 +14,11 @@ import policies
 import schedulers
 from embodied.config.files import parse_config
 from embodied.planning.estimates import ExecutedCosts, card_of, decision_seconds, update_seconds, with_estimates
-from embodied.planning.flops import FlowCosts, Work, costs_of, weight_count
 from embodied.planning.run_plans import sized_workflow
 from embodied.workflows.run_spec import RunSpec
+from policies.capabilities import CountsWork
 from policies.contract import Inputs, PolicySpec
+from policies.work import Work, weight_count
 from schedulers import Cluster, Node, Plan, Profile
 from schedulers.cards import CARDS, EFFICIENCY, UPDATE_EFFICIENCY
 from tests.embodied.support import planned
@@ -101,8 +102,8 @@ def test_a_small_policys_work_is_that_of_its_layers() -> None:
 @pytest.mark.parametrize("model", ["openvla-tiny", "openvla-oft-tiny", "pi0-tiny"])
 def test_large_networks_are_counted_by_their_own_rules(model: str) -> None:
     policy: Any = tiny_flow(model) if model.startswith("pi0") else tiny(model)
-    costs = costs_of(policy, "pick up the bowl")
-    assert costs is not None and isinstance(costs, FlowCosts) == model.startswith("pi0")
+    assert isinstance(policy, CountsWork)
+    costs = policy.costs("pick up the bowl")
     total = sum(costs.decision(4), Work())
     lower = max(total.flops / (H100.flops_per_s * EFFICIENCY), total.nbytes / H100.bytes_per_s)
     assert decision_seconds(costs, 4, H100) >= lower * (1 - 1e-9)

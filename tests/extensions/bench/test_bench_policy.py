@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embodied.cli import main
 from embodied.learning.update import LossSums, MicroBatchLoss, read_losses
-from embodied.planning.flops import Costs, FlowCosts, Work
 from embodied_bench.learner import Case, Update
 from embodied_bench.machine import Machine, measure_machine
 from embodied_bench.measured_policy import OneAtATime, build, make_inputs, peer_calls
@@ -25,8 +24,10 @@ from policies.openvla import sizes
 from policies.openvla.config import read_config
 from policies.openvla.model import build_empty, load_model
 from policies.openvla.policy import TokenPolicy
+from policies.pi0.costs import Pi0Costs
 from policies.pi0.policy import Pi0
 from policies.random_weights import INSTRUCTION
+from policies.work import Work
 from tests.variants import often
 
 CPU = torch.device("cpu")
@@ -142,7 +143,7 @@ def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
 def test_the_work_of_a_flow_policy_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
     policy = tiny_flow(model, **options)
     inputs = make_inputs(policy, ROWS, 0, CPU)
-    costs, trace = FlowCosts(policy), policy.act(inputs, None).trace
+    costs, trace = Pi0Costs(policy), policy.act(inputs, None).trace
 
     def update(given: dict[str, torch.Tensor]) -> None:
         new = policy.evaluate(inputs, {**trace, **given})
@@ -183,7 +184,7 @@ def counted(call: Any) -> tuple[float, float]:
 def test_the_work_of_a_decision_is_what_torch_counts(model: str) -> None:
     policy = tiny(model)
     inputs = make_inputs(policy, ROWS, 0, CPU)
-    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
+    costs = policy.costs(INSTRUCTION)
     work, dense = (sum(costs.decision(ROWS, dense), Work()) for dense in (False, True))
     linear, attention = counted(lambda: policy.act(inputs, None))
     # The policy may or may not leave out the last layer's states that nothing reads.
@@ -208,7 +209,7 @@ def test_the_work_of_a_decision_is_what_torch_counts(model: str) -> None:
 def test_the_work_of_an_update_is_what_torch_counts(model: str, options: dict[str, Any]) -> None:
     policy = tiny(model, **options)
     inputs = make_inputs(policy, ROWS, 0, CPU)
-    costs = Costs(policy, len(policy.prompts.tokens(INSTRUCTION)))
+    costs = policy.costs(INSTRUCTION)
     trace = policy.act(inputs, None).trace
 
     def update() -> None:
