@@ -22,7 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from embodied.config.schema import Check, Config
+from embodied.config.schema import Check, Config, PolicyConfig
 from embodied.demonstrations import layout
 from embodied.demonstrations.findings import (
     SHOWN,
@@ -43,7 +43,7 @@ from embodied.demonstrations.reader import ALONE, Dataset, History
 from embodied.errors import UserError
 from policies.capabilities import ResizesFrames, source_of_statistics
 from policies.contract import Policy
-from policies.registry import observations_of
+from policies.registry import observations_of, policy_kind
 from sim_farm.contract import TaskInfo
 
 Float32 = npt.NDArray[np.float32]
@@ -163,7 +163,7 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
     shares = weights / max(weights.sum(), 1e-9)
     facts, findings = [], list[Finding]()
     reads = ("state", "proprio") if config is None else config.policy.reads
-    history = ALONE if config is None else History(*observations_of(config.policy.kind, config.policy.architecture))
+    history = ALONE if config is None else _history(config.policy)
     for source, share in zip(demonstrations.sources, shares.tolist(), strict=True):
         own = Numbers.of(source, demonstrations.gripper)
         found = _facts(source, share, own, environment)
@@ -189,6 +189,12 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
         transforms=tuple(_transforms(demonstrations, config, history)),
         insist=config.sft.insist,
     )
+
+
+def _history(policy: PolicyConfig) -> History:
+    """What the policy reads with each row; a policy that learns nothing is not asked: it may be a program elsewhere."""
+    learns = policy_kind(policy.kind).trainable
+    return History(*observations_of(policy.kind, policy.architecture)) if learns else ALONE
 
 
 def _unread(dataset: Dataset, config: Config, info: TaskInfo) -> tuple[str, ...]:

@@ -232,9 +232,10 @@ class PolicyServer:
                 observation = unpack(message)
                 if not isinstance(observation, Mapping):
                     raise UserError(f"a request is a map of an observation's parts, got {shown(observation)}")
-                if observation.get(EPISODE_START) is True:
+                starts = _starts(observation)
+                if starts:
                     episode = self._loaded.begin_episode()
-                inputs, batched = self._inputs(observation, episode)
+                inputs, batched = self._inputs(observation, episode, starts)
                 chunks = await self._decided(inputs, self._noise(observation, message, asked, inputs), not batched)
                 actions = chunks if batched else chunks[0]
             except (UserError, PolicyError) as error:
@@ -313,10 +314,12 @@ class PolicyServer:
         self._arrived.set()
         return await answer
 
-    def _inputs(self, observation: Mapping[str, Any], episode: ObservedEpisode) -> tuple[Inputs, bool]:
+    def _inputs(
+        self, observation: Mapping[str, Any], episode: ObservedEpisode, starts: bool | None
+    ) -> tuple[Inputs, bool]:
         """The inputs of a request, and whether it was a batch. Raises `UserError`."""
         spec, named = self._loaded.spec, self._named(observation)
-        if spec.observations == 1 or EPISODE_START not in observation:
+        if spec.observations == 1 or starts is None:
             try:
                 return self._loaded.inputs(named)
             except UserError as error:
@@ -326,16 +329,13 @@ class PolicyServer:
                     f"{error}. A client that asks at every env step may send one observation a request, with "
                     f"{EPISODE_START!r}: True for the first of an episode and False for the others"
                 ) from None
-        start = observation[EPISODE_START]
-        if type(start) is not bool:
-            raise UserError(f"{EPISODE_START} is true for the first observation of an episode, got {shown(start)}")
         if spec.chunk > 1:
             raise UserError(
                 f"the policy answers {spec.chunk} actions a request, so that requests do not show every env step, and "
                 f"it decides on {spec.observations} observations: send all of them in each array, the oldest first, "
                 f"without {EPISODE_START!r}"
             )
-        if not start and not episode.begun:
+        if not starts and not episode.begun:
             raise UserError(f"the first observation of a connection begins an episode: {EPISODE_START!r} is True")
         episode.observe(named)
         return episode.inputs(), False
@@ -470,6 +470,14 @@ def _pictures(key: str, value: Any) -> np.ndarray:
     if not (low >= 0 and high <= 1):  # not a number is neither
         raise UserError(f"{says} {dtype} from {low:g} to {high:g}")
     return (255 * value).astype(np.uint8)
+
+
+def _starts(observation: Mapping[str, Any]) -> bool | None:
+    """Whether the observation begins an episode; None where its client does not say. Raises `UserError`."""
+    found = observation.get(EPISODE_START)
+    if found is not None and not isinstance(found, (bool, np.bool_)):
+        raise UserError(f"{EPISODE_START} is true for the first observation of an episode, got {shown(found)}")
+    return None if found is None else bool(found)
 
 
 def _text(key: str, value: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from embodied import cli
 from embodied.commands.record import record_run
 from embodied.config.files import parse_config
 from embodied.demonstrations import Dataset, DatasetError, History
@@ -246,6 +247,17 @@ def test_the_table_says_what_a_row_is_read_with(ours: Path, reach: Environment) 
     assert "3 observations of each row, 2 env steps apart, the first of an episode in place" in text(found)
     _, alone = understood(reach, ours, {"observations": 1})
     assert "observations of each row" not in text(alone)
+
+
+def test_a_policy_elsewhere_is_not_asked_how_much_it_reads(ours: Path, tmp_path: Path) -> None:
+    """`embodied inspect` compares the data with the environment of its configuration, whether its server runs or
+    not."""
+    (tmp_path / "c.yaml").write_text(
+        "{env: {task: tabletop/reach, num_envs: 2}, policy: {kind: remote, reads: [state], options: {address: 'ws://"
+        "127.0.0.1:1'}}, runtime: {mode: inline}}"
+    )
+    command = ["inspect", str(ours), "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 0
 
 
 def test_episodes_shorter_than_what_the_policy_looks_back_are_named(ours: Path, reach: Environment) -> None:

@@ -141,7 +141,7 @@ def test_a_client_that_asks_at_every_env_step_may_show_one_observation(count: in
             mine, its = Client(one), Client(other)
             for step in range(7):
                 begin = 0 if step < 4 else 4
-                found = mine.actions(sent[step] | {EPISODE_START: step == begin})
+                found = mine.actions(sent[step] | {EPISODE_START: np.bool_(step == begin)})
                 assert np.array_equal(found, decided(loaded, sent, step, begin))
                 found = its.actions(others[step] | {EPISODE_START: step == 0})
                 assert np.array_equal(found, decided(loaded, others, step))

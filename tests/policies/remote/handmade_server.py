@@ -21,6 +21,8 @@ def packed(value: Any) -> bytes:
     """As openpi_client.msgpack_numpy packs."""
 
     def array(found: Any) -> Any:
+        if isinstance(found, np.generic):
+            return {b"__npgeneric__": True, b"data": found.item(), b"dtype": found.dtype.str}
         return {b"__ndarray__": True, b"data": found.tobytes(), b"dtype": found.dtype.str, b"shape": found.shape}
 
     message = msgpack.packb(value, default=array)
