@@ -355,7 +355,7 @@ def check_shapes(source: Path, found: Mapping[str, Tensor], expected: Mapping[st
         if found[name].shape != tensor.shape:
             shapes = f"{list(found[name].shape)}, expected {list(tensor.shape)}"
             raise PolicyError(f"{source}: {name!r} is {shapes}: the tensors are of another model than config.json says")
-        if found[name].dtype not in WEIGHTS:
+        if found[name].dtype not in (*WEIGHTS, tensor.dtype):  # a batch norm counts its batches in whole numbers
             raise PolicyError(f"{source}: {name!r} is {layout(found[name])}; quantised weights are not supported")
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from policies.capabilities import Normalised
 from policies.contract import Inputs, Policy
-from policies.small.encoders import vector
+from policies.small.encoders import present, vector
 from policies.transforms import Transforms
-from policies.units import DEMONSTRATIONS, StoredUnits, demonstrated
+from policies.units import DEMONSTRATIONS, Mode, StoredUnits, demonstrated
 
 
 class RobotPolicy(Policy):
@@ -26,16 +26,19 @@ class RobotPolicy(Policy):
     units: StoredUnits
     cameras: tuple[str, ...]
     """The task's, in the order in which the network reads them."""
+    learned_modes: tuple[Mode, Mode] = ("MEAN_STD", "MEAN_STD")
+    """Statistics of demonstrations that give the state and the action their units: also MIN_MAX."""
 
     def adopt_units(self, actions: Tensor, proprio: Tensor | None) -> None:
         if self.options.asset == DEMONSTRATIONS:
             nothing = torch.zeros(1, 0)  # proprioception may be recorded that the policy does not read
             state = self.transforms.state(proprio) if proprio is not None and self.spec.proprio_dim else nothing
             said = self.transforms.demonstrated(actions[:, None], proprio)[:, 0]
-            self.units.fill(demonstrated(state, said))
+            self.units.fill(demonstrated(state, said, self.learned_modes))
 
     def normalised_numbers(self, inputs: Inputs, actions: Tensor) -> Sequence[Normalised]:
-        given = self._given(inputs)
+        size = self.spec.proprio_dim
+        given = vector(inputs, "proprio", size) if size else None  # of any policy a single observation
         said = self.transforms.demonstrated(actions[:, None].double(), given)[:, 0]
         found = [("action", said, self.units.action)]
         if given is not None:
@@ -56,8 +59,9 @@ class RobotPolicy(Policy):
         return self.options.as_data()
 
     def _given(self, inputs: Inputs) -> Tensor | None:
-        """[B, P] as the environment gives it, where it is read."""
-        return vector(inputs, "proprio", self.spec.proprio_dim) if self.spec.proprio_dim else None
+        """[B, P] as the environment gives it, where it is read: of several observations the present one."""
+        size = self.spec.proprio_dim
+        return present(inputs, "proprio", size, self.spec.observations) if size else None
 
     def _normalised(self, actions: Tensor, inputs: Inputs) -> Tensor:
         """Demonstrated actions [B, N, A] in the environment's units, as float32 in the network's."""

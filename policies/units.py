@@ -138,14 +138,20 @@ def identity(state_dim: int, action_dim: int) -> RobotUnits:
     return RobotUnits(*(Units(torch.zeros(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64)) for n in sizes))
 
 
-def demonstrated(state: Tensor, actions: Tensor) -> RobotUnits:
-    """Units from demonstrations [N, P], [N, D]: their means and standard deviations. What never changes has scale 1."""
-    found = []
-    for values in (state, actions):
-        centre = values.double().mean(0)
-        spread = (values.double() - centre).square().mean(0).sqrt()
-        found.append(Units(centre, torch.where(spread < MOVES, 1.0, spread + DEMONSTRATED_EPS)))
-    return RobotUnits(*found)
+def demonstrated(state: Tensor, actions: Tensor, modes: tuple[Mode, Mode] = ("MEAN_STD", "MEAN_STD")) -> RobotUnits:
+    """Units from demonstrations [N, P], [N, D], in the modes of the state and of the actions: MEAN_STD or MIN_MAX. What
+    never changes has scale 1."""
+    return RobotUnits(_demonstrated(state.double(), modes[0]), _demonstrated(actions.double(), modes[1]))
+
+
+def _demonstrated(values: Tensor, mode: Mode) -> Units:
+    if mode == "MEAN_STD":
+        centre = values.mean(0)
+        spread = (values - centre).square().mean(0).sqrt()
+        return Units(centre, torch.where(spread < MOVES, 1.0, spread + DEMONSTRATED_EPS))
+    low, high = values.amin(0), values.amax(0)
+    spread = (high - low) / 2
+    return Units((low + high) / 2, torch.where(spread < MOVES, 1.0, spread))
 
 
 def units_of(

@@ -6,26 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from policies.act.network import ActSizes
 from policies.contract import PolicyError, PolicySpec
 from policies.files import CONFIG, checked, read_json, shown
 from policies.lerobot.config import check_known_entries
-from policies.lerobot.features import IMAGES
-from policies.lerobot.processors import ACTION, STATE, Feature, Text
+from policies.lerobot.network_config import PASSED, SAVED, NetworkConfig, check_features, new_features, with_entries
+from policies.lerobot.network_folders import Layout
+from policies.lerobot.processors import Text
 from policies.random_weights import RANDOM_WEIGHTS
 from policies.units import Mode
 
 OWN = {RANDOM_WEIGHTS, "backbone_width"}
 """Entries that this project alone has: others' programs refuse them."""
-SAVED = {"kind", "spec", "architecture"}
-"""Entries of a policy that this project saved, which its reader has checked."""
-PASSED = (
-    "device", "use_amp", "use_peft", "push_to_hub", "repo_id", "private", "tags", "license", "pretrained_path",
-    "pretrained_revision", "pretrained_backbone_weights", "dropout",
-)  # fmt: skip
-"""Entries that say how it was trained, on which machine, or where it was published."""
 MOST_ENSEMBLE = 100.0
 """Largest coefficient of temporal ensembling: with more, one prediction alone counts."""
 
@@ -33,13 +27,11 @@ Size = Annotated[int, Field(ge=1, le=2**14)]
 Layers = Annotated[int, Field(ge=1, le=64)]
 
 
-class ActConfig(BaseModel, extra="ignore", frozen=True, strict=True):
+class ActConfig(NetworkConfig):
     """The entries that are applied, with LeRobot's defaults."""
 
     type: Literal["act"]
     n_obs_steps: Literal[1] = 1
-    input_features: dict[Text, Feature] = {}
-    output_features: dict[Text, Feature] = {}
     normalization_mapping: dict[Text, Mode] = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
     chunk_size: Size = 100
     n_action_steps: Size = 100
@@ -59,36 +51,6 @@ class ActConfig(BaseModel, extra="ignore", frozen=True, strict=True):
     kl_weight: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 10.0
     backbone_width: Annotated[int, Field(ge=1, le=256)] = 64
     """Width of the ResNet's first layers; this project's own."""
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """Names of the pictures that the network reads, in order."""
-        return tuple(key for key, feature in self.input_features.items() if feature.type == "VISUAL")
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of all that is normalised."""
-        return (*self.cameras, *([STATE] if self.state_dim else []), ACTION)
-
-    def mode_of(self, key: str) -> Mode:
-        """Normalisation of a feature."""
-        feature = (self.output_features if key == ACTION else self.input_features)[key]
-        return self.normalization_mapping.get(feature.type, "IDENTITY")
-
-    @property
-    def state_dim(self) -> int:
-        """Numbers of the state that it reads."""
-        state = self.input_features.get(STATE)
-        return state.shape[0] if state is not None and state.type == "STATE" else 0
-
-    @property
-    def action_dim(self) -> int:
-        return self.output_features[ACTION].shape[0]
-
-    @property
-    def image_size(self) -> int:
-        """Height and width of the pictures in pixels."""
-        return self.input_features[self.cameras[0]].shape[1]
 
     @property
     def sizes(self) -> ActSizes:
@@ -127,7 +89,9 @@ def read_config(folder: Path, saved: bool = False) -> dict[str, Any]:
         )
     if raw.get("use_peft"):
         raise PolicyError(f"{path}: use_peft is true, and adapters of ACT are not read: merge it into the weights")
-    check_known_entries(path, raw, OWN | set(ActConfig.model_fields) | (SAVED if saved else set()), PASSED, {})
+    check_known_entries(
+        path, raw, OWN | set(ActConfig.model_fields) | (SAVED if saved else set()), (*PASSED, "dropout"), {}
+    )
     return raw
 
 
@@ -135,7 +99,7 @@ def checked_config(folder: Path, raw: Mapping[str, Any]) -> ActConfig:
     """The entries of a directory's config.json. Raises `PolicyError` for one that no network here has."""
     path = folder / CONFIG
     config = checked(path, ActConfig, raw)
-    _check_features(path, config)
+    check_features(path, config)
     if config.dim_model % 4 or config.dim_model % config.n_heads:
         raise PolicyError(
             f"{path}: dim_model is {config.dim_model}, and must be a multiple of 4 and of n_heads, {config.n_heads}"
@@ -154,6 +118,10 @@ def checked_config(folder: Path, raw: Mapping[str, Any]) -> ActConfig:
     return config
 
 
+LAYOUT = Layout("act", "model.", read_config, checked_config)
+"""LeRobot's directories of ACT."""
+
+
 def coefficient_of(config: ActConfig, option: float | Literal[False] | None, chunk: int) -> float | None:
     """Coefficient of temporal ensembling: the option's, or else the checkpoint's. None: the option is False, there is
     none, or more than one action of a chunk is executed."""
@@ -161,53 +129,11 @@ def coefficient_of(config: ActConfig, option: float | Literal[False] | None, chu
     return None if chunk > 1 or found is False else found
 
 
-def _check_features(path: Path, config: ActConfig) -> None:
-    for key, feature in config.input_features.items():
-        if feature.type == "ENV":
-            raise PolicyError(
-                f"{path}: input_features has {shown(key)}, a state of the environment, which no simulator here gives "
-                "as LeRobot's do: take a policy of pictures and the robot's state"
-            )
-        if feature.type == "VISUAL" and (len(feature.shape) != 3 or feature.shape[0] != 3 or min(feature.shape) < 1):
-            raise PolicyError(f"{path}: {shown(key)} has the shape {feature.shape}, and pictures have [3, H, W]")
-    shapes = {tuple(config.input_features[key].shape) for key in config.cameras}
-    if len(shapes) != 1 or any(height != width for _, height, width in shapes):
-        said = ", ".join(f"{key} {config.input_features[key].shape}" for key in config.cameras) or "none"
-        raise PolicyError(
-            f"{path}: input_features has the pictures {said[:500]}; the network reads at least one, and pictures here "
-            "are square and of one size"
-        )
-    action = config.output_features.get(ACTION)
-    if action is None or action.type != "ACTION" or len(config.output_features) != 1:
-        raise PolicyError(f"{path}: output_features has {shown(list(config.output_features))}, and must have {ACTION}")
-    vectors = [action, *(config.input_features[STATE] for _ in range(STATE in config.input_features))]
-    if any(len(feature.shape) != 1 or feature.shape[0] < 1 for feature in vectors):
-        raise PolicyError(
-            f"{path}: {STATE} and {ACTION} each have one dimension, got {shown([v.shape for v in vectors])}"
-        )
-
-
 def for_task(folder: Path, raw: Mapping[str, Any], spec: PolicySpec) -> dict[str, Any]:
     """config.json of a network that is new: it reads what the task gives, and predicts as many actions.
 
     Raises `PolicyError` for an entry that differs from these.
     """
-    shape = [3, spec.image_size, spec.image_size]
-    features = {f"{IMAGES}{camera}": {"type": "VISUAL", "shape": shape} for camera in spec.cameras}
-    if spec.proprio_dim:
-        features = {STATE: {"type": "STATE", "shape": [spec.proprio_dim]}, **features}
-    actions = {ACTION: {"type": "ACTION", "shape": [spec.action_dim]}}
     predicted = spec.horizon or raw.get("chunk_size", spec.chunk)
-    given = {
-        "input_features": features,
-        "output_features": actions,
-        "chunk_size": predicted,
-        "n_action_steps": spec.chunk,
-    }
-    for name, value in given.items():
-        if raw.get(name, value) != value:
-            raise PolicyError(
-                f"{folder / CONFIG}: {name} is {shown(raw[name], 300)}, and the task and the policy's settings give "
-                f"the new network ({RANDOM_WEIGHTS}) {shown(value, 300)}: take {name} out of the file"
-            )
-    return {**raw, **given}
+    given = {**new_features(spec), "chunk_size": predicted, "n_action_steps": spec.chunk}
+    return with_entries(folder, raw, given)

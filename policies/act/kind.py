@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from policies.act.checkpoint import find_source, read_weights, save_directory
-from policies.act.config import ActConfig, checked_config, coefficient_of
+from policies.act.config import LAYOUT, ActConfig, checked_config, coefficient_of
 from policies.act.policy import Act, ActOptions
 from policies.checkpoint_folders import EXTRAS
 from policies.errors import PolicyError
 from policies.files import CONFIG, check_tensors, checked, read_tensors, write_tensors
 from policies.lerobot.config import autocast_notes
+from policies.lerobot.network_folders import find_source, read_weights, save_directory
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyFormat, PolicyKind, on_cpu
 from policies.transforms import Transforms
@@ -29,14 +29,14 @@ class ActFormat(PolicyFormat):
 
     def check_files(self, architecture: Mapping[str, Any]) -> None:
         Transforms(architecture.get("transforms", ()))
-        find_source(architecture.get("checkpoint", ""))
+        find_source(LAYOUT, architecture.get("checkpoint", ""))
 
     def assumed(self, architecture: Mapping[str, Any]) -> Sequence[str]:
-        source = find_source(architecture.get("checkpoint", ""))
+        source = find_source(LAYOUT, architecture.get("checkpoint", ""))
         return autocast_notes(source.folder / CONFIG, source.config)
 
     def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
-        source, found = find_source(architecture.get("checkpoint", "")), list[str]()
+        source, found = find_source(LAYOUT, architecture.get("checkpoint", "")), list[str]()
         coefficient, given = self.ensemble(architecture, chunk), architecture.get("temporal_ensemble")
         if coefficient is not None and given is None:
             found.append(
@@ -59,7 +59,7 @@ class ActFormat(PolicyFormat):
         return found
 
     def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
-        source = find_source(architecture.get("checkpoint", ""))
+        source = find_source(LAYOUT, architecture.get("checkpoint", ""))
         config = checked(source.folder / CONFIG, ActConfig, source.config)
         return coefficient_of(config, architecture.get("temporal_ensemble"), chunk)
 
@@ -90,7 +90,7 @@ class ActFormat(PolicyFormat):
     def read(self, policy: Act, folder: Path) -> dict[str, Tensor]:
         extras = read_tensors(folder / EXTRAS)
         check_tensors(folder / EXTRAS, extras, _extras(policy))
-        weights = read_weights(folder, policy.network)
+        weights = read_weights(LAYOUT, folder, policy.network)
         return {f"network.{name}": tensor for name, tensor in weights.items()} | extras
 
     def restore_arguments(self, folder: Path) -> dict[str, Any]:

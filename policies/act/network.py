@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from policies.act.resnet import ResNet
+from policies.lerobot.network_folders import Network
+from policies.resnet import ResNet, draw
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class ActNetwork(nn.Module):
+class ActNetwork(Network):
     """LeRobot's `model`."""
 
     vae_encoder_pos_enc: Tensor
@@ -185,8 +186,7 @@ class ActNetwork(nn.Module):
         self.action_head = nn.Linear(width, sizes.action_dim)
 
     def draw(self) -> None:
-        """Draw new weights with torch's default generator, after the constructor has drawn the others."""
-        self.backbone.draw()
+        draw(self.backbone)
         for part in (self.encoder, self.decoder):
             for parameter in part.parameters():
                 if parameter.dim() > 1:

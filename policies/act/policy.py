@@ -10,9 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from policies.act.checkpoint import IMAGENET, PIXELS, find_source, load_network, read_units
-from policies.act.config import MOST_ENSEMBLE, checked_config, coefficient_of, for_task
-from policies.act.network import Encoded, Observation
+from policies.act.config import LAYOUT, MOST_ENSEMBLE, checked_config, coefficient_of, for_task
+from policies.act.network import ActNetwork, Encoded, Observation
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.files import CONFIG, shown
 from policies.layers import (
@@ -25,11 +24,13 @@ from policies.layers import (
     only_counted,
 )
 from policies.lerobot.features import ordered_cameras
+from policies.lerobot.network_config import check_task
+from policies.lerobot.network_folders import find_source, find_units, load_network
+from policies.lerobot.pictures import normalised_frames
 from policies.lerobot.processors import ACTION, STATE
 from policies.robot_policy import RobotPolicy
-from policies.small.encoders import camera_frames
 from policies.transforms import Gripper, Transforms
-from policies.units import DEMONSTRATIONS, RobotUnits, StoredUnits, Units, identity
+from policies.units import DEMONSTRATIONS, StoredUnits, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class Act(RobotPolicy):
     def __init__(self, spec: PolicySpec, options: ActOptions) -> None:
         """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
         super().__init__()
-        self.source = source = find_source(options.checkpoint, options.weights)
+        self.source = source = find_source(LAYOUT, options.checkpoint, options.weights)
         asset = DEMONSTRATIONS if source.is_new else options.asset
         checkpoint = str(Path(options.checkpoint).resolve()) if options.checkpoint else ""
         self.options = options = replace(options, checkpoint=checkpoint, asset=asset)
@@ -106,8 +107,9 @@ class Act(RobotPolicy):
         self._check_spec(shown_spec)
         self.cameras = ordered_cameras(source, spec.cameras) if not source.is_new else spec.cameras
         self.spec = spec = replace(spec, horizon=self.config.chunk_size)
-        self.network = load_network(source, self.config)
-        self.units, pictures = self._read_units()
+        self.network = load_network(source, lambda: ActNetwork(self.config.sizes))
+        robot, pictures = find_units(source, self.config, learned=asset == DEMONSTRATIONS)
+        self.units = StoredUnits(robot)
         self.register_buffer("pictures", pictures)
         self.executed = spec.chunk * spec.action_dim
         self.noise_dim = self.executed + self.config.latent_dim
@@ -219,16 +221,13 @@ class Act(RobotPolicy):
         return self.log_std[: self.spec.chunk]
 
     def _observation(self, inputs: Inputs) -> Observation:
-        pixels = []
-        for name, (centre, scale) in zip(self.cameras, self.pictures.float(), strict=True):
-            shown_frames = self.transforms.frames(camera_frames(inputs, name)).permute(0, 3, 1, 2)
-            pixels.append((shown_frames.float() / 255 - centre[:, None, None]) / scale[:, None, None])
+        pixels = normalised_frames(inputs, self.cameras, self.transforms, self.pictures)
         given_state = self._given(inputs)
         if given_state is None:
-            state = pixels[0].new_zeros(len(pixels[0]), 0)
+            state = pixels.new_zeros(len(pixels), 0)
         else:
             state = self.units.state.normalise(self.transforms.state(given_state)).float()
-        return Observation(torch.stack(pixels, 1), state)
+        return Observation(pixels, state)
 
     # --- what is built
 
@@ -258,36 +257,4 @@ class Act(RobotPolicy):
                 f"{path}: the network predicts {config.chunk_size} actions (chunk_size), each by weights of its own, "
                 f"and policy.horizon is {spec.horizon}: leave it out"
             )
-        if len(spec.cameras) != len(config.cameras):
-            raise PolicyError(
-                f"{path}: the network reads the pictures {', '.join(config.cameras)}, and the task gives "
-                f"{', '.join(spec.cameras) or 'none'}: set env.cameras to as many, and have images in policy.reads"
-            )
-        if spec.image_size != config.image_size:
-            raise PolicyError(
-                f"{path}: the network was trained with pictures of {config.image_size} pixels, and the task gives "
-                f"{spec.image_size}: set env.image_size to {config.image_size}"
-            )
-        if bool(spec.proprio_dim) != bool(config.state_dim):
-            wanted = "reads the robot's state: add" if config.state_dim else "reads no state of the robot: take"
-            there = "to" if config.state_dim else "out of"
-            raise PolicyError(f"{path}: the network {wanted} 'proprio' {there} policy.reads")
-        if (spec.proprio_dim, spec.action_dim) != (config.state_dim, config.action_dim):
-            raise PolicyError(
-                f"{path}: the network's states and actions have {config.state_dim} and {config.action_dim} numbers, "
-                f"the task's {spec.proprio_dim} and {spec.action_dim}: take a checkpoint of this robot, or choose "
-                "numbers of the state with policy.options.transforms"
-            )
-
-    def _read_units(self) -> tuple[StoredUnits, Tensor]:
-        """Units of state and actions, and `pictures`."""
-        config = self.config
-        robot = identity(config.state_dim, config.action_dim)
-        found = {key: PIXELS if config.mode_of(key) == "IDENTITY" else IMAGENET for key in config.cameras}
-        if not self.source.is_new:
-            learned = self.options.asset == DEMONSTRATIONS
-            found = read_units(self.source, config, config.cameras if learned else config.keys)
-            robot = robot if learned else RobotUnits(found.get(STATE, robot.state), found[ACTION])
-        return StoredUnits(robot), torch.stack(
-            [torch.stack([found[key].centre, found[key].scale]) for key in config.cameras]
-        )
+        check_task(path, config, spec)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from policies import Inputs
-from policies.act.resnet import FrozenBatchNorm, ResNet
+from policies.resnet import FrozenBatchNorm, ResNet
 from policies.torchvision_operators import import_torchvision
 from tests.policies.act.cases import GOLDEN, golden_checkpoint, make, older_checkpoint, variant_checkpoint
 
@@ -39,7 +39,7 @@ def test_what_the_network_is_shown(policy: Any, golden: dict[str, Tensor], input
     seen = policy._observation(inputs)
     close(seen.pixels[:, 0], golden["pre.observation.images.top"])
     close(seen.state, golden["pre.observation.state"])
-    close(policy._normalised(golden["raw.action"], inputs), golden["pre.action"])
+    close(policy._normalised(golden["raw.action"], inputs).float(), golden["pre.action"])
 
 
 def test_chunks(policy: Any, golden: dict[str, Tensor], inputs: Inputs) -> None:

@@ -35,8 +35,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return found
 
 
-def run(python: str, *arguments: str | Path) -> None:
-    ran = subprocess.run([python, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
+def run(python: str, *arguments: str | Path, script: Path = SCRIPT) -> None:
+    ran = subprocess.run([python, str(script), *map(str, arguments)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 

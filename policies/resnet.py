@@ -1,11 +1,11 @@
-"""ResNet-18 and ResNet-34 (He et al. 2016, arXiv 1512.03385) without the classifier and with frozen batch norms.
+"""ResNet-18 and ResNet-34 (He et al. 2016, arXiv 1512.03385) without the classifier.
 
 The tensors have torchvision's names. B pictures of H x W pixels, W the width of the first layers, 64 as published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +38,15 @@ class FrozenBatchNorm(nn.Module):
 class Block(nn.Module):
     """Two 3 x 3 convolutions and what they are added to."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = FrozenBatchNorm(outputs)
+        self.bn1 = norm(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = FrozenBatchNorm(outputs)
+        self.bn2 = norm(outputs)
         self.downsample: nn.Module | None = None
         if stride > 1:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), FrozenBatchNorm(outputs))
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
@@ -61,36 +61,45 @@ class ResNet(nn.Module):
     layer3: nn.Module
     layer4: nn.Module
 
-    def __init__(self, name: str, width: int) -> None:
+    def __init__(self, name: str, width: int, norm: Callable[[int], nn.Module] = FrozenBatchNorm) -> None:
+        """`norm` makes a norm of so many channels."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
-        self.bn1 = FrozenBatchNorm(width)
+        self.bn1 = norm(width)
         self.pool = nn.MaxPool2d(3, 2, padding=1)
         inputs = width
         for place, blocks in enumerate(BLOCKS[name]):
             outputs = width * 2**place
-            first = Block(inputs, outputs, stride=1 if place == 0 else 2)
-            further = (Block(outputs, outputs, stride=1) for _ in range(blocks - 1))
+            first = Block(inputs, outputs, 1 if place == 0 else 2, norm)
+            further = (Block(outputs, outputs, 1, norm) for _ in range(blocks - 1))
             self.add_module(f"layer{place + 1}", nn.Sequential(first, *further))
             inputs = outputs
         self.channels = inputs
         """Channels of the features."""
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[B, 3, H, W] to [B, 8 W, H / 32, W / 32], rounded up."""
+        """[B, 3, H, W] to [B, 8 W, H / 32, W / 32], rounded up (`coarse`)."""
         x = self.pool(torch.relu(self.bn1(self.conv1(pixels))))
         return self.layer4(self.layer3(self.layer2(self.layer1(x))))
 
-    @torch.no_grad()
-    def draw(self) -> None:
-        """Draw new weights with torch's default generator (He et al. 2015, arXiv 1502.01852).
 
-        The frozen norms are the identity in a network without published weights. Each block's last convolution is
-        therefore scaled down, so that the sums over the blocks do not grow.
-        """
-        blocks = [module for module in self.modules() if isinstance(module, Block)]
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for block in blocks:
-            block.conv2.weight.mul_(len(blocks) ** -0.5)
+@torch.no_grad()
+def draw(backbone: nn.Module) -> None:
+    """Draw new weights of a ResNet with torch's default generator (He et al. 2015, arXiv 1502.01852).
+
+    Frozen norms are the identity in a network without published weights. Each block's last convolution is therefore
+    scaled down, so that the sums over the blocks do not grow.
+    """
+    blocks = [module for module in backbone.modules() if isinstance(module, Block)]
+    for module in backbone.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    for block in blocks:
+        block.conv2.weight.mul_(len(blocks) ** -0.5)
+
+
+def coarse(side: int) -> int:
+    """Side of the grid of features of pictures with this side: halved five times, rounded up."""
+    for _ in range(5):
+        side = (side + 1) // 2
+    return side
