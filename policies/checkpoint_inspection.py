@@ -151,10 +151,11 @@ def _kind(raw: Mapping[str, Any], adapter: Mapping[str, Any]) -> str:
 
 
 SIZES = (
-    "action_dim", "max_action_dim", "max_state_dim", "action_horizon", "chunk_size", "n_action_steps", "image_sizes",
-    "image_resolution", "image_size", "tokenizer_max_length", "n_action_bins", "llm_max_length", "paligemma_variant",
-    "action_expert_variant", "arch_specifier", "vision_backbone_id", "llm_backbone_id", "torch_dtype", "dtype",
-    "precision", "use_relative_actions", "normalization_mapping", "input_features", "output_features", "spec",
+    "action_dim", "max_action_dim", "max_state_dim", "n_obs_steps", "action_horizon", "chunk_size", "horizon",
+    "n_action_steps", "image_sizes", "image_resolution", "image_size", "tokenizer_max_length", "n_action_bins",
+    "llm_max_length", "paligemma_variant", "action_expert_variant", "arch_specifier", "vision_backbone_id",
+    "llm_backbone_id", "torch_dtype", "dtype", "precision", "use_relative_actions", "normalization_mapping",
+    "input_features", "output_features", "spec",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from policies.named_code import entry_point_names
 KINDS = {
     "act": "policies.act.kind:ACT",
     "categorical_mlp": "policies.small.categorical_mlp:CATEGORICAL_MLP",
+    "diffusion": "policies.diffusion.kind:DIFFUSION",
     "flow": "policies.small.flow:FLOW",
     "gaussian_mlp": "policies.small.gaussian_mlp:GAUSSIAN_MLP",
     "pi0": "policies.pi0.kind:PI0",

@@ -59,6 +59,10 @@ class PolicyFormat:
         (`PolicySpec.observations`, `PolicySpec.distance`)."""
         return 1, 1
 
+    def left_out_rows(self, architecture: Mapping[str, Any]) -> int:
+        """Rows at the end of each demonstrated episode that are not learned from: what follows them is too short."""
+        return 0
+
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Conventions of the environment (`orientation`, `gripper`) that the policy converts itself: the option that
         does it, and the convention that it converts from. With another one the network would see or do what it was

@@ -212,7 +212,10 @@ def test_the_readme_s_parts_of_one_s_own_train(
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("pi0", "pi0.md"), ("smolvla", "lerobot.md"), ("act", "lerobot.md"), ("openvla_oft", "openvla.md")],
+    [
+        *(("pi0", "pi0.md"), ("openvla_oft", "openvla.md")),
+        *((kind, "lerobot.md") for kind in ("smolvla", "act", "diffusion")),
+    ],
 )
 def test_every_option_of_a_policy_is_explained(kind: str, name: str) -> None:
     text = (ROOT / "docs" / name).read_text()

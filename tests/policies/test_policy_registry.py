@@ -59,7 +59,7 @@ def test_value_head_is_the_critic_and_shares_no_parameter(kind):
 def test_unknown_names_come_with_the_nearest():
     with pytest.raises(PolicyError, match="unknown policy 'gausian_mlp'; did you mean gaussian_mlp"):
         build("gausian_mlp")
-    with pytest.raises(PolicyError, match="unknown policy 'xyz'; valid: act, categorical_mlp, countdown_solver, flow"):
+    with pytest.raises(PolicyError, match="unknown policy 'xyz'; valid: act, categorical_mlp, countdown_solver, diff"):
         build("xyz")
     with pytest.raises(PolicyError, match="no architecture argument 'width'; did you mean widths"):
         build(width=3)
