@@ -276,6 +276,8 @@ def _transforms(demonstrations: Demonstrations, config: Config, history: History
             f"{history.observations} observations of each row, {history.distance} {steps} apart, the first of an "
             "episode in place of those before it"
         )
+    if demonstrations.left_out:
+        yield f"the last {demonstrations.left_out} rows of each episode are not learned from (drop_n_last_frames)"
     entries = config.policy.options.get("transforms", ())
     for entry in entries if isinstance(entries, (list, tuple)) else ():
         yield f"policy.options.transforms: {entry}"

@@ -86,10 +86,11 @@ class Source:
     def episodes(self) -> tuple[int, ...]:
         return tuple(sorted(self.train + self.held_out))
 
-    def rows(self, episodes: Sequence[int], stride: int = 1) -> Index:
-        """Rows of the dataset for the episodes: the first row of each episode, and every `stride`-th row after it."""
+    def rows(self, episodes: Sequence[int], stride: int = 1, left_out: int = 0) -> Index:
+        """Rows of the dataset for the episodes: the first row of each episode, and every `stride`-th row after it, but
+        for the last `left_out` rows."""
         found = [self.dataset.episodes[i] for i in episodes]
-        return np.concatenate([np.empty(0, np.int64), *(np.arange(e.begin, e.end, stride) for e in found)])
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(e.begin, e.end - left_out, stride) for e in found)])
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,8 @@ class Demonstrations:
     """Weight of each source; empty: every row has the same weight."""
     stride: int = 1
     """Env steps from one row of an episode to the next that is learned from, or measured."""
+    left_out: int = 0
+    """Number of an episode's last rows that are not learned from, nor measured."""
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:
@@ -132,7 +135,7 @@ class Demonstrations:
         """[rows learned from]: how often each is drawn, with the sum 1; None: all alike."""
         if not self.weights:
             return None
-        counts = [len(source.rows(source.train, self.stride)) for source in self.sources]
+        counts = [len(source.rows(source.train, self.stride, self.left_out)) for source in self.sources]
         shares = np.array(self.weights) / sum(self.weights)
         return np.concatenate([np.full(n, share / n) for n, share in zip(counts, shares, strict=True) if n])
 
@@ -161,7 +164,9 @@ class Demonstrations:
 
     def _rows(self, episodes: Sequence[Sequence[int]]) -> Index:
         parts = zip(self.sources, self.begins, episodes, strict=False)
-        return np.concatenate([source.rows(chosen, self.stride) + begin for source, begin, chosen in parts])
+        return np.concatenate(
+            [source.rows(chosen, self.stride, self.left_out) + begin for source, begin, chosen in parts]
+        )
 
 
 def open_dataset(path: Path, features: str | Mapping[str, str] | None = None) -> Dataset:

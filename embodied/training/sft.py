@@ -49,6 +49,7 @@ from embodied.training.checks import require_rows
 from embodied.training.imitator import STAGE as STAGE
 from embodied.training.imitator import Imitator
 from embodied.workflows.run_spec import task_spec, tasks_of
+from policies.registry import policy_kind
 from sim_farm.client.farm import WorkerFailed, WorkerTimeout
 from sim_farm.contract import TaskInfo
 
@@ -78,7 +79,14 @@ def read_demonstrations(config: Config, info: TaskInfo) -> Demonstrations:
     sources = open_sources(config.sft, config.seed, lambda dataset: _check_fits(dataset, config, info))
     # A policy that reads the instruction alone observes the same at every step: it learns where it would decide.
     stride = config.policy.chunk if set(config.policy.reads) == {"instruction"} else 1
-    return Demonstrations(sources, gripper_map(config.sft.gripper, info), config.sft.weights, stride)
+    left_out = policy_kind(config.policy.kind).format.left_out_rows(config.policy.architecture)
+    found = Demonstrations(sources, gripper_map(config.sft.gripper, info), config.sft.weights, stride, left_out)
+    if not len(found.train):
+        raise UserError(
+            f"the policy learns from no episode's last {left_out} env steps (drop_n_last_frames), and none of the "
+            "episodes is longer: take longer ones, or set it to fewer in the checkpoint's config.json"
+        )
+    return found
 
 
 def _check_fits(dataset: Dataset, config: Config, info: TaskInfo) -> None:
