@@ -1,6 +1,7 @@
-"""The beginning of a small OpenVLA or pi0: a vision-language model of one scene, which knows nothing of actions.
+"""The beginning of a small OpenVLA, pi0 or SmolVLA: a vision-language model of one scene that knows nothing of actions.
 
 python benchmarks/learning/base_checkpoint.py --model pi0 --out assets/pi0_small
+python benchmarks/learning/base_checkpoint.py --model smolvla --speaking-steps 3000 --out assets/smolvla_small
 python benchmarks/learning/base_checkpoint.py --axes robot --out assets/openvla_small
 python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --out assets/openvla_small_cubes
 python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --model pi0 --out assets/pi0_small_cubes
@@ -53,7 +54,7 @@ class Arguments:
 
     out: Path = tyro.MISSING
     """Folder of the checkpoint."""
-    model: Literal["openvla", "pi0", "pi05"] = "openvla"
+    model: Literal["openvla", "pi0", "pi05", "smolvla"] = "openvla"
     world: Literal["table", "cubes"] = "table"
     axes: Literal["picture", "robot"] = "picture"
     """Axes of the answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.learning.worlds import World
 from policies import Policy, PolicySpec
-from policies.files import CONFIG, SINGLE, read_json, write_json
+from policies.files import CONFIG, SINGLE, read_json, write_json, write_tensors
 from policies.openvla import sizes as openvla_sizes
 from policies.openvla.model import build_empty
 from policies.openvla.normalisation import DEMONSTRATIONS
@@ -23,6 +24,9 @@ from policies.pi0.checkpoint import save_network
 from policies.pi0.options import Pi0Options
 from policies.pi0.policy import Pi0
 from policies.random_weights import RANDOM_WEIGHTS, draw
+from policies.smolvla import sizes as smolvla_sizes
+from policies.smolvla.options import TRAINED, SmolVLAOptions
+from policies.smolvla.policy import SmolVLA
 
 ACTION_DIM = 3
 
@@ -86,7 +90,25 @@ def pi0(model: str, world: World, folder: Path, seed: int) -> Student:
     return Student(policy, see, (network.vision, network.projector), network.sizes.vlm.width, save)
 
 
-STUDENTS = {"openvla": openvla, "pi0": pi0, "pi05": pi0}
+def smolvla(model: str, world: World, folder: Path, seed: int) -> Student:
+    """It reads a state, and is shown none before it has a robot."""
+    smolvla_sizes.write_random(folder, f"{model}-{world.size}", seed)
+    horizon, state_dim = (read_json(folder / CONFIG)[key] for key in ("chunk_size", "max_state_dim"))
+    spec = PolicySpec(ACTION_DIM, horizon, cameras=(world.camera,), image_size=world.image_size, proprio_dim=state_dim)
+    policy = SmolVLA(spec, SmolVLAOptions(checkpoint=str(folder), asset=DEMONSTRATIONS, train=TRAINED))
+    network = policy.network
+
+    def save() -> None:
+        write_tensors(folder / SINGLE, {name: t.detach().bfloat16() for name, t in network.checkpoint_state().items()})
+        _forget(folder, RANDOM_WEIGHTS)
+
+    def see(frames: Tensor) -> Tensor:
+        return network.embed_images(policy.pixels(frames)[:, None])[:, 0] / math.sqrt(network.sizes.vlm.width)
+
+    return Student(policy, see, (network.vision, network.projector), network.sizes.vlm.width, save)
+
+
+STUDENTS = {"openvla": openvla, "pi0": pi0, "pi05": pi0, "smolvla": smolvla}
 
 
 def _forget(folder: Path, *names: str) -> None:

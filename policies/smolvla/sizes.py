@@ -63,8 +63,8 @@ def _entries(pixels: int, layers: int, horizon: int) -> dict[str, Any]:
 MODELS = {
     "smolvla": Size(_text(960, 32, 2560, (15, 5), 64, 49280), _vision(768, 12, 3072, 12, 512, 16), 4, {}),
     "smolvla-small": Size(
-        _text(128, 4, 256, (4, 2), 32, 256), _vision(64, 3, 192, 2, 56, 14), 2,
-        {**_entries(56, 4, 4), "max_state_dim": 10, "max_action_dim": 10},
+        _text(128, 4, 256, (4, 2), 32, 256), _vision(64, 3, 192, 2, 56, 14), 1,
+        {**_entries(56, 4, 4), "max_state_dim": 10, "max_action_dim": 10, "tokenizer_max_length": 16},
     ),
     "smolvla-tiny": Size(_text(32, 2, 48, (4, 2), 8, 256), _vision(24, 1, 36, 2, 32, 8), 2, _entries(32, 2, 4)),
 }  # fmt: skip

@@ -16,6 +16,7 @@ MOST = {
     "openvla_small": 0.25,
     "openvla_oft_small": 0.25,
     "pi0_small": 0.2,
+    "smolvla_small": 0.2,
     "act_small": 0.2,
     # An arm that moves at all pushes a cube now and then.
     "pi0_two_cubes": 0.45,
