@@ -91,8 +91,8 @@ class TaskPhysics:
             return self._shown(first)
         changed = self._change(first, change)
         if before == len(chunk):
-            return self._shown(_joined(first, changed))
-        return self._shown(_joined(first, self._executed(chunk[before:])))
+            return self._shown(joined(first, changed))
+        return self._shown(joined(first, self._executed(chunk[before:])))
 
     def _executed(self, actions: Float32) -> PhysicsResult:
         """Result of the actions, in the simulator's convention, which are executed up to the episode's end."""
@@ -160,7 +160,7 @@ def _active(spec: TaskSpec, index: int | None, step: int) -> Perturbation | None
     return change if change is not None and step >= change.from_step else None
 
 
-def _joined(first: PhysicsResult, then: PhysicsResult) -> PhysicsResult:
+def joined(first: PhysicsResult, then: PhysicsResult) -> PhysicsResult:
     """The result of two chunks, one after the other."""
     return replace(
         then,

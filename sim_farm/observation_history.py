@@ -40,7 +40,7 @@ class ObservationHistory:
     def kept(self) -> tuple[int, ...]:
         """[U] env steps back of the observations whose pictures this decision or a later one refers to, the latest
         first."""
-        later = {back - turn * self.chunk for back in self.back for turn in range(back // self.chunk + 1)}
+        later = {back - further * self.chunk for back in self.back for further in range(back // self.chunk + 1)}
         return tuple(sorted(later - {0}))
 
     @cached_property
@@ -55,27 +55,27 @@ class ObservationHistory:
         return 0 if self.chunk == 1 else self.observations - 1
 
     @property
-    def turns(self) -> int:
+    def rounds(self) -> int:
         """Decisions before a decision whose rows it may refer to."""
         return -(-max(self.back, default=0) // self.chunk)
 
     @property
-    def results(self) -> int:
+    def observations_kept(self) -> int:
         """Consecutive observations of an episode that a physics worker keeps, the present one among them."""
         return 1 + max(self.back, default=0)
 
-    def looked_at(self, rows: Int) -> Int:
+    def rows_of(self, rows: Int) -> Int:
         """[B, K] rows of a decision's observations, of [B, 1 + U]: the present one's, and those of `kept`."""
         return rows[:, [*(1 + self.kept.index(back) for back in self.back), 0]]
 
-    def moved_on(self, rows: Int, drawn: Int) -> Int:
+    def next_rows(self, rows: Int, drawn: Int) -> Int:
         """[B, 1 + U] rows after a further chunk: `drawn` [B, 1 + J] are those of its own observations, and the others
         have been drawn before."""
         of = {back: place for place, back in enumerate((0, *self.kept))}
         older = [of[back - self.chunk] for back in self.kept[self.new :]]
         return np.concatenate([drawn, rows[:, older]], axis=1)
 
-    def looked_at_last(self, rows: Int) -> Int:
+    def final_rows_of(self, rows: Int) -> Int:
         """[B, K - 1] rows of the earlier observations of an episode that ends after the next env step, of [B, 1 + U]
         rows; for chunks of one action."""
         of = {back: place for place, back in enumerate((0, *self.kept))}
@@ -84,15 +84,15 @@ class ObservationHistory:
 
 @dataclass(frozen=True)
 class FrameRows:
-    """Rows of a frame memory for a ring of T decisions of N environments, from row `first` on.
+    """Rows of a frame memory for a ring of T rounds of decisions of N environments, from row `first` on.
 
-    The first T * N are those of present observations, as flat rows turn * N + column; J * T * N follow, for earlier
+    The first T * N are those of present observations, as flat rows round * N + column; J * T * N follow, for earlier
     observations that a decision draws; then (U - J) * N for those that are drawn again where episodes are continued
     from a snapshot.
     """
 
     history: ObservationHistory
-    turns: int
+    rounds: int
     """T."""
     columns: int
     """N."""
@@ -102,16 +102,16 @@ class FrameRows:
     def count(self) -> int:
         """Number of rows."""
         history = self.history
-        return self.columns * (self.turns * (1 + history.new) + len(history.kept) - history.new)
+        return self.columns * (self.rounds * (1 + history.new) + len(history.kept) - history.new)
 
-    def at(self, turn: int, columns: Int) -> Int:
-        """[n, 1 + J] rows of the observations that decision `turn` of the environments in these columns draws."""
-        flat = self.first + turn * self.columns + columns
-        return np.stack([flat + drawn * self.turns * self.columns for drawn in range(1 + self.history.new)], axis=1)
+    def at(self, number: int, columns: Int) -> Int:
+        """[n, 1 + J] rows of the observations that are drawn for round `number` of decisions, in these columns."""
+        flat = self.first + number * self.columns + columns
+        return np.stack([flat + drawn * self.rounds * self.columns for drawn in range(1 + self.history.new)], axis=1)
 
-    def at_reset(self, turn: int, columns: Int) -> Int:
+    def at_reset(self, number: int, columns: Int) -> Int:
         """[n, 1 + U] rows: as `at`, and for the observations before that no decision has drawn."""
         history = self.history
-        spare = self.first + self.turns * self.columns * (1 + history.new)
+        spare = self.first + self.rounds * self.columns * (1 + history.new)
         again = [spare + place * self.columns + columns for place in range(len(history.kept) - history.new)]
-        return np.concatenate([self.at(turn, columns), *(rows[:, None] for rows in again)], axis=1)
+        return np.concatenate([self.at(number, columns), *(rows[:, None] for rows in again)], axis=1)

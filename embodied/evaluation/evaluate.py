@@ -38,7 +38,7 @@ from embodied.evaluation.provenance import (
     together,
     trained_sentence,
 )
-from embodied.execution.assignment import configured_farm, farm_spec
+from embodied.execution.assignment import configured_farm, farm_spec, history_of
 from embodied.execution.recovery import Recovery, until_done
 from embodied.execution.session import Session
 from embodied.files import new_folder, read_json, write_whole
@@ -405,9 +405,14 @@ def _warnings(subject: Subject, protocol: Protocol) -> list[str]:
 
 
 def _chunks_of(subject: Subject) -> str:
-    """Sentence about the number of executed actions of a decision, and about averages over several decisions."""
+    """Sentence about the number of executed actions of a decision, the observations that it is made on where there are
+    several, and averages over several decisions."""
+    history = history_of(subject.config)
+    seen = ""
+    if history.observations > 1:
+        seen = f" on {history.observations} observations, {history.distance} env steps apart"
     averaged = "" if subject.ensemble is None else f", temporal ensembling with coefficient {subject.ensemble:g}"
-    return f"chunks of {subject.config.policy.chunk}{averaged}"
+    return f"chunks of {subject.config.policy.chunk}{seen}{averaged}"
 
 
 def _weights_of(subject: Subject) -> str:

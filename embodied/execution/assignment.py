@@ -407,7 +407,7 @@ def observation_rows(run: RunSpec, rounds: int) -> int:
     """Rows of the frame memory for the rounds of decisions: their observations, those after them, and those before that
     the first ones refer to."""
     history = history_of(run.config)
-    return FrameRows(history, rounds + 1 + history.turns, run.environments).count
+    return FrameRows(history, rounds + 1 + history.rounds, run.environments).count
 
 
 def frame_rows(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:

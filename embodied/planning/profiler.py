@@ -404,15 +404,15 @@ def _transfers(whole: Probed, config: Config) -> dict[str, float]:
     kept = 0.0
     for (steps, *draws), info, loop in zip(roles.simulators, whole.infos, workflow.loops, strict=True):
         history = history_of(config)
-        frames = float(len(info.cameras) * info.spec.image_size**2 * 3 * (1 + history.new))
+        picture = float(len(info.cameras) * info.spec.image_size**2 * 3)
         numbers = info.state_dim * ("state" in config.policy.reads) + info.proprio_dim
         seen = 4.0 * numbers * history.observations
         action = 4.0 * config.policy.chunk * info.action_dim
         for draw in draws:
-            found[f"{steps}>{draw}"] = float(info.scene_bytes) + seen
-            found[f"{draw}>{roles.policy}"] = frames + seen
+            found[f"{steps}>{draw}"] = float(info.scene_bytes * (1 + history.new)) + seen
+            found[f"{draw}>{roles.policy}"] = picture * history.observations + seen
         found |= {f"{steps}>{roles.policy}": seen, f"{roles.policy}>{steps}": action}
-        kept += (frames + seen + 3 * action) * loop.steps * (loop.items or workflow.items)
+        kept += (picture * (1 + history.new) + seen + 3 * action) * loop.steps * (loop.items or workflow.items)
     after = (*roles.scorers, roles.learner)
     found |= {f"{e.source}>{e.target}": kept / workflow.items for e in workflow.edges if e.target in after}
     return found

@@ -31,7 +31,6 @@ from embodied.trajectories.memory import (
     MemoryLayout,
     MemoryShape,
     TrajectoryMemory,
-    longest_instruction,
 )
 from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs, Policy
@@ -85,8 +84,7 @@ class ActingPolicy(WeightsLoader):
         cameras = self.policy.spec.cameras if self._tasks.frames is not None else ()
         columns = sum(spec.num_envs for spec in self._tasks.specs)
         history = self._tasks.specs[0].history
-        rows, longest = self._settings.rounds + 1 + history.turns, longest_instruction(self._tasks.infos)
-        shape = MemoryShape(rows, columns, cameras, longest, history)
+        shape = MemoryShape.of(self._settings.rounds, columns, cameras, self._tasks.infos, history)
         inputs = blank_inputs(self.policy, self._tasks.infos[0], self._settings.reads)
         return MemoryLayout.of(shape, inputs, decide(self.policy, inputs, torch.zeros(1, self.policy.noise_dim)))
 
@@ -222,7 +220,7 @@ class LocalPolicy:
         begin = time.monotonic_ns()
         request = DecisionRequest.of(self._farm, group, seen, self._settings.reads, memory.shape.cameras)
         if request.inputs.frames and len(request.envs) < len(seen.envs):
-            self.frames += FrameCounts(0, len(request.envs))
+            self.frames += FrameCounts(0, seen.frame_rows[seen.active].size)
         action = self._policy.decide(request)
         self._decided.append(Decided(group, request, action, begin, time.monotonic_ns()))
 

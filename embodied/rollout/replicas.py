@@ -161,14 +161,14 @@ class Replicas:
         if by_row:
             reads = tuple(name for name in reads if name != "images")
         request = DecisionRequest.of(self._farm, group, seen, reads, cameras)
-        count = len(request.envs)
         if by_row:
             rows = seen.frame_rows[seen.active]
             request = replace(request, frame_rows=rows)
             if (np.diff(rows.ravel()) != 1).any():  # the replica copies them into one batch
                 self.frames += FrameCounts(0, rows.size)
         elif request.inputs.frames:
-            self.frames += FrameCounts(count, count)
+            frames = seen.frame_rows[seen.active].size
+            self.frames += FrameCounts(frames, frames)
 
         def finish(replica: str, action: Action, begin_ns: int, end_ns: int) -> None:
             self._decided.append(Decided(group, request, action, begin_ns, end_ns, replica))

@@ -110,6 +110,7 @@ OUTCOME = (
 )  # fmt: skip
 OBSERVED = ("state", "proprio", "past_state", "past_proprio")
 SHOWN = ("scene", "past_scene")
+REDRAWN = ("redrawn_scene",)
 TOLD = ("instruction",)
 ENDED = ("final_state", "final_proprio", "final_past_state", "final_past_proprio", "fault")
 DRAWN = ("final_scene", "final_past_scene")
@@ -374,6 +375,7 @@ def _occasions(slots: Slots, envs: Int, draws: bool) -> list[tuple[tuple[str, ..
     return [
         (OBSERVED, envs[active | ended | reset]),
         (SHOWN, envs[active & draws]),
+        (REDRAWN, envs[active & draws & reset]),
         (TOLD, envs[active & slots["retold"][envs]]),
         (ENDED, envs[ended]),
         (DRAWN, envs[slots["draw_final"][envs] & draws]),

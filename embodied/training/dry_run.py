@@ -11,14 +11,22 @@ from rich import get_console
 
 from embodied.config.schema import Config
 from embodied.devices import decide
-from embodied.execution.assignment import HERE, Assignment, configured, frame_rows, imitation_places, memory_rounds
+from embodied.execution.assignment import (
+    HERE,
+    Assignment,
+    configured,
+    frame_rows,
+    history_of,
+    imitation_places,
+    memory_rounds,
+)
 from embodied.learning.optimizer import make_optimizer
 from embodied.learning.sharding import rank_bytes
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.training.checks import Checked, check_described, check_start, require_rows
 from embodied.training.imitator import ADAM_EPS
 from embodied.training.sft import read_demonstrations
-from embodied.trajectories.memory import MemoryLayout, MemoryShape, longest_instruction
+from embodied.trajectories.memory import MemoryLayout, MemoryShape
 from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import holds_shards
@@ -160,7 +168,7 @@ def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int
     """Memory beside activations, which depend on the micro-batch."""
     inputs = blank_inputs(policy, infos[0], run.config.policy.reads)
     rounds = memory_rounds(run, 0, infos)
-    shape = MemoryShape(rounds + 1, run.environments, policy.spec.cameras, longest_instruction(infos))
+    shape = MemoryShape.of(rounds, run.environments, policy.spec.cameras, infos, history_of(run.config))
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(run, 0, infos), len(policy.spec.cameras), policy.spec.image_size)

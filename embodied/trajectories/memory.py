@@ -51,6 +51,20 @@ class MemoryShape:
     history: ObservationHistory = ObservationHistory()
     """Observations that a decision is made on."""
 
+    @classmethod
+    def of(
+        cls,
+        rounds: int,
+        columns: int,
+        cameras: tuple[str, ...],
+        infos: Sequence[TaskInfo],
+        history: ObservationHistory,
+    ) -> MemoryShape:
+        """For `rounds` decisions of each environment, the observation after them and, where there are cameras, the
+        decisions before them to whose pictures the first ones refer."""
+        before = history.rounds if cameras else 0
+        return cls(rounds + 1 + before, columns, cameras, longest_instruction(infos), history)
+
     @property
     def frame_rows(self) -> FrameRows:
         """Rows of the frame memory for the decisions' observations."""

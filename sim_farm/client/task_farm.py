@@ -63,7 +63,7 @@ class Group:
         self._own_rows = own_rows(task.spec, first_row)
         finals = first_row + self._own_rows.count + task.spec.num_envs * np.arange(1 + self._history.final)
         self._own_final_rows: Int = finals + self.envs[:, None]
-        self._turn = 0
+        self._round = 0
         """Place of the next observations in the ring of the task's own rows."""
         # -1: without cameras.
         self._rows: Int = np.full((len(self.envs), 1 + len(self._history.kept)), -1)
@@ -77,7 +77,7 @@ class Group:
             raise GroupError(f"group {self.number} is submitted; collect it before a reset")
         self._require_renderers()
         if self.task.memory.frames is not None:
-            own = self._own_rows.at_reset(self._turn, self.envs)
+            own = self._own_rows.at_reset(self._round, self.envs)
             self._rows = self._checked("rows", own if rows is None else rows, self._rows.shape[1])
             self._slots.put("frame_row", self._rows[:, 0])
             self._slots.put("past_row", self._rows[:, 1:])
@@ -126,7 +126,7 @@ class Group:
         fresh = slots.get("requested") == self._ticket
         begun = slots.get("episode_step") == 0
         self._rows[begun] = self._rows[begun, :1]  # the first observation stands for those before it
-        rows = self._history.looked_at(self._rows)
+        rows = self._history.rows_of(self._rows)
         places = FramePlaces(task.memory.frames, task.info.cameras, rows, self._final_rows)
         seen = read(task.slots, slots, self._history, places, fresh)
         slots.put("base_episode", seen.episode)
@@ -192,12 +192,12 @@ class Group:
             ends = self._checked("final_rows", given, 1 + history.final)
             slots.put("final_row", ends[:, 0])
             slots.put("final_past_row", ends[:, 1:] if history.final else np.full((len(ends), len(history.back)), -1))
-            earlier = ends[:, 1:] if history.final else history.looked_at_last(self._rows)
+            earlier = ends[:, 1:] if history.final else history.final_rows_of(self._rows)
             self._final_rows = np.concatenate([earlier, ends[:, :1]], axis=1)
-        self._turn = (self._turn + 1) % self._own_rows.turns
-        own = self._own_rows.at(self._turn, self.envs)
+        self._round = (self._round + 1) % self._own_rows.rounds
+        own = self._own_rows.at(self._round, self.envs)
         drawn = self._checked("rows", own if rows is None else rows, 1 + history.new)
-        self._rows = history.moved_on(self._rows, drawn)
+        self._rows = history.next_rows(self._rows, drawn)
         slots.put("frame_row", drawn[:, 0])
         slots.fill("past_row", -1)
         past = slots.get("past_row")
@@ -350,7 +350,7 @@ class TaskFarm:
 
 def own_rows(spec: FarmSpec, first: int = 0) -> FrameRows:
     """A task's own rows of the frame memory, from `first` on: as many as its decisions look at."""
-    return FrameRows(spec.history, spec.history.turns + 1, spec.num_envs, first)
+    return FrameRows(spec.history, spec.history.rounds + 1, spec.num_envs, first)
 
 
 def count_own_rows(spec: FarmSpec) -> int:

@@ -79,8 +79,9 @@ class FrameMemory:
         return None
 
     def copy(self, rows: Int) -> UInt8:
-        """A copy of the frames uint8 [K, cameras, H, W, 3] of `rows` [K]; it is counted."""
-        self.copies += len(rows)
+        """A copy of the frames uint8 [N, cameras, H, W, 3] of `rows` [N], or [B, K, cameras, H, W, 3] of [B, K]; it is
+        counted."""
+        self.copies += rows.size
         return self.frames[rows]
 
     def close(self) -> None:

@@ -167,10 +167,12 @@ def slot_fields(spec: FarmSpec, info: TaskInfo) -> dict[str, Field]:
         # Whether the last chunk, or reset, has written it: it stays while episodes are told the same.
         "retold": Field((envs,), "bool", 0),
         "scene": Field((envs, info.scene_bytes), "uint8"),
-        # The earlier observations [E, K - 1] of a decision, and the scenes [E, U] and rows of those to draw; -1: drawn.
+        # The earlier observations [E, K - 1] of a decision; the scenes of those to draw, [E, J] of a chunk and the
+        # others [E, U - J] after a reset in the middle of an episode; and their rows, -1: drawn.
         "past_state": Field((envs, earlier, info.state_dim), "float32", float("nan")),
         "past_proprio": Field((envs, earlier, info.proprio_dim), "float32", float("nan")),
-        "past_scene": Field((envs, kept, info.scene_bytes), "uint8"),
+        "past_scene": Field((envs, spec.history.new, info.scene_bytes), "uint8"),
+        "redrawn_scene": Field((envs, kept - spec.history.new, info.scene_bytes), "uint8"),
         "past_row": Field((envs, kept), "int64", -1),
         "final_state": Field((envs, info.state_dim), "float32", float("nan")),
         "final_proprio": Field((envs, info.proprio_dim), "float32", float("nan")),

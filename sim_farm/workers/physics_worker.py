@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
 from sim_farm import render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, Physics, PhysicsResult
+from sim_farm.conventions import joined
 from sim_farm.registry import make_physics
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
@@ -134,8 +134,8 @@ class PhysicsWorker(Worker):
         result = physics.reset(spec)
         if self._history.observations == 1:
             return replayed(physics, actions) if steps else result
-        seen = self._seen[env] = deque([result], self._history.results)
-        unseen = max(0, steps - self._history.results)
+        seen = self._seen[env] = deque([result], self._history.observations_kept)
+        unseen = max(0, steps - self._history.observations_kept)
         if unseen:
             seen[0] = replayed(physics, actions[:unseen])
         for action in actions[unseen:]:
@@ -151,7 +151,9 @@ class PhysicsWorker(Worker):
         while not (taken and taken[-1].ended) and len(taken) < len(action):
             taken.append(physics.step(action[len(taken)][None]))
             self._seen[env].append(taken[-1])
-        return _joined(taken)
+        if not all(map(_finite, taken)):
+            self._broken.add(env)
+        return reduce(joined, taken)
 
     def _earlier(self, env: int, back: int) -> PhysicsResult:
         """The observation that many env steps before the last one; the episode's first stands for those before it."""
@@ -183,8 +185,7 @@ class PhysicsWorker(Worker):
         base, action = int(slots["base_step"][env]), slots["action"][env]
         result = self._executed(env, action)
         self._strike("state", result.state)
-        shown = self._seen.get(env, (result,))  # what a policy may see of the episode from now on
-        steps, broken = result.steps, env in self._broken or not all(map(_finite, shown))
+        steps, broken = result.steps, env in self._broken or not _finite(result)
         slots["history"][env, base : base + steps] = action[:steps]
         slots["steps"][env] = steps
         for key, values in (("reward", result.reward), ("success", result.success)):
@@ -247,11 +248,20 @@ class PhysicsWorker(Worker):
             slots["past_state"][env, place] = 0 if env in self._broken else earlier.state
             slots["past_proprio"][env, place] = 0 if env in self._broken else earlier.proprio
         if self._draws:
-            for place, back in enumerate(self._history.kept):
-                slots["past_scene"][env, place] = self._earlier(env, back).scene
+            self._show_earlier(env)
         slots["retold"][env] = result.instruction != self._told.get(env)
         if slots["retold"][env]:
             self._instruct(env, result)
+
+    def _show_earlier(self, env: int) -> None:
+        """Write the scenes of earlier observations that are to be drawn: of the last chunk, or after a reset in the
+        middle of an episode all that decisions refer to."""
+        slots, history = self.slots, self._history
+        for place, back in enumerate(history.kept[: history.new]):
+            slots["past_scene"][env, place] = self._earlier(env, back).scene
+        if slots["op"][env] == slot_layout.RESET:
+            for place, back in enumerate(history.kept[history.new :]):
+                slots["redrawn_scene"][env, place] = self._earlier(env, back).scene
 
     def _instruct(self, env: int, result: PhysicsResult) -> None:
         slots, self._told[env] = self.slots, result.instruction
@@ -319,18 +329,6 @@ def replayed(physics: Physics, actions: Float32) -> PhysicsResult:
         done += result.steps
         if done == len(actions):
             return result
-
-
-def _joined(results: Sequence[PhysicsResult]) -> PhysicsResult:
-    """The result of consecutive env steps, of results of one step each."""
-    last = results[-1]
-    return replace(
-        last,
-        reward=np.concatenate([result.reward for result in results]),
-        success=np.concatenate([result.success for result in results]),
-        terminated=np.concatenate([result.terminated for result in results]),
-        truncated=np.concatenate([result.truncated for result in results]),
-    )
 
 
 def _finite(result: PhysicsResult) -> bool:

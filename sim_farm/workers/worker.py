@@ -64,8 +64,9 @@ class FrameWriter:
             step = int(slots["episode_step"][env])
             self._write(slots["scene"][env], row, episode, step)
             if step:  # the first observation of an episode stands for those before it
-                scenes = zip(self._history.kept, slots["past_row"][env].tolist(), slots["past_scene"][env], strict=True)
-                self._write_earlier(scenes, episode, step)
+                scenes = (*slots["past_scene"][env], *slots["redrawn_scene"][env])
+                rows = slots["past_row"][env].tolist()
+                self._write_earlier(zip(self._history.kept, rows, scenes, strict=True), episode, step)
         else:
             self._memory.frames[row] = 0
         times[slot_layout.RENDER_END] = time.monotonic_ns()

@@ -179,22 +179,22 @@ REACH_CAMERAS = ("front", "wrist")
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_that_a_later_decision_refers_to_are_not_drawn_over(shape: tuple[int, int, int]) -> None:
-    """A ring of as many turns as `turns` and one holds all that a decision looks at."""
+    """A ring of as many rounds as `rounds` and one holds all that a decision looks at."""
     history = ObservationHistory(*shape)
-    rows = FrameRows(history, history.turns + 1, columns=3, first=7)
+    rows = FrameRows(history, history.rounds + 1, columns=3, first=7)
     columns = np.arange(3)
     shown = dict[int, int]()
     now = rows.at_reset(0, columns)
     shown |= {row: -back for row, back in zip(now[0].tolist(), (0, *history.kept), strict=True)}
     assert len({*rows.at_reset(0, columns).ravel().tolist()}) == now.size and now.max() < 7 + rows.count
     for turn in range(1, 40):
-        drawn = rows.at(turn % rows.turns, columns)
+        drawn = rows.at(turn % rows.rounds, columns)
         step = turn * history.chunk
         shown |= {
             row: step - back for row, back in zip(drawn[0].tolist(), (0, *history.kept[: history.new]), strict=True)
         }
-        now = history.moved_on(now, drawn)
-        seen = history.looked_at(now)
+        now = history.next_rows(now, drawn)
+        seen = history.rows_of(now)
         assert [shown[row] for row in seen[0].tolist()] == [step - back for back in (*history.back, 0)]
         assert seen.max() < 7 + rows.count and seen.min() >= 7
 

@@ -94,7 +94,7 @@ def worker(
     if finals is None:
         finals = rows_for_finals(ENVS, rounds, history, task.max_episode_steps or 1)
     farm = Farm.create(
-        spec, InProcess(), frame_rows=FrameRows(history, rounds + 1 + history.turns, ENVS).count + finals
+        spec, InProcess(), frame_rows=FrameRows(history, rounds + 1 + history.rounds, ENVS).count + finals
     )
     try:
         reads = ("images",) if task.cameras else ("state",)

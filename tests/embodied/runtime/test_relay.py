@@ -19,6 +19,7 @@ from embodied.runtime.remote import (
     ENDED,
     OBSERVED,
     OUTCOME,
+    REDRAWN,
     REQUEST,
     SHOWN,
     STANDING,
@@ -204,7 +205,7 @@ def test_a_snapshot_is_restored_behind_a_relay() -> None:
 
 def test_every_field_that_physics_reads_or_writes_is_carried() -> None:
     """Whoever adds a field to the slots decides here whether a far end needs it."""
-    answers = {*OUTCOME, *OBSERVED, *SHOWN, *TOLD, *ENDED, *DRAWN}
+    answers = {*OUTCOME, *OBSERVED, *SHOWN, *REDRAWN, *TOLD, *ENDED, *DRAWN}
     carried = {*REQUEST, *STANDING, *answers, "history"}
     own = {"bells", "stop", "phase", "since_ns", "requested_ns", "physics_of", "built", "message", "wire_bytes"}
     client = {"drawn", "collected"}
