@@ -18,6 +18,9 @@ from policies.contract import Policy
 from policies.errors import PolicyError
 from policies.files import SINGLE, layout, layouts, read_tensors, shown
 
+WHOLE = 50
+"""A whole chunk of LeRobot's defaults: executed without a look at what became of its beginning."""
+
 
 class PolicyFormat:
     """Reads a policy's properties from its options and files, and reads and writes a policy's folder.
@@ -47,7 +50,23 @@ class PolicyFormat:
 
     def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
         """What a user should know of executing `chunk` actions of each decision in these tasks: a sentence for each."""
-        return ()
+        found, own = list[str](), self.executed(architecture)
+        if own is not None and own != chunk:
+            found.append(
+                f"{architecture.get('checkpoint')}: LeRobot executes {own} actions of a chunk (n_action_steps), and "
+                f"policy.chunk is {chunk}: results are of {chunk}; policy.chunk 0 is the checkpoint's number"
+            )
+        if chunk >= WHOLE and any(task.startswith("libero/") for task in tasks):
+            found.append(
+                f"policy.chunk is {chunk}: a policy that executes that many actions before it looks again fails most "
+                f"of LIBERO, where 5 to 10 are usual ({WHOLE} is the default of LeRobot's SmolVLA and pi0): set "
+                "policy.chunk to 10"
+            )
+        return found
+
+    def executed(self, architecture: Mapping[str, Any]) -> int | None:
+        """Number of actions of a chunk that the checkpoint's own program executes, where its files have one."""
+        return None
 
     def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
         """Coefficient with which an evaluation that executes `chunk` actions of each decision averages its predictions

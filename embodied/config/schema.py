@@ -382,8 +382,9 @@ class PolicyConfig(Section):
     reads: tuple[Literal["state", "proprio", "images", "instruction", "episode"], ...] = ("state",)
     """Observations of the policy: `state`, the simulator's full state; `proprio`, proprioception; `images`, frames of
     `env.cameras`; `instruction`; `episode`, for policies that replay recorded episodes."""
-    chunk: Annotated[int, Field(ge=1)] = 1
-    """Actions per decision, executed open loop."""
+    chunk: Annotated[int, Field(ge=0)] = 1
+    """Actions per decision, executed open loop. 0: as many as the checkpoint's own program executes (LeRobot's
+    `n_action_steps`)."""
     horizon: Annotated[int, Field(ge=0)] = 0
     """Number of actions that a decision predicts. The first `chunk` of them are executed. 0: as the checkpoint has it,
     else `chunk`. Demonstrations are learned in pieces of this length."""

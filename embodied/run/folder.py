@@ -88,17 +88,32 @@ def whole_checkpoint(run_dir: Path | None, named: Path | None) -> Path | None:
 
 def fetched(config: Config) -> Config:
     """The configuration with the policy's checkpoint downloaded, if it has a Hugging Face name, and its commit in that
-    name. Raises `UserError`."""
+    name; `policy.chunk` is a number of actions. Raises `UserError`."""
     kind, named = config.policy.kind, config.policy.hub_name
     if named is None:
-        return config
+        return _with_chunk(config)
     if "checkpoint" not in registry.arguments_of(registry.policy_kind(kind)):
         raise UserError(
             f"policy.options.checkpoint {shown(named)} is a checkpoint that a pretrained policy is made of (openvla, "
             f"openvla_oft, pi0, smolvla, act), and policy.kind is {kind}: name its kind, or begin a {kind} from a run "
             "with policy.init"
         )
-    return _with_checkpoint(config, hub.pinned(named, hub.checkpoint_folder(named)))
+    return _with_chunk(_with_checkpoint(config, hub.pinned(named, hub.checkpoint_folder(named))))
+
+
+def _with_chunk(config: Config) -> Config:
+    """The configuration with the checkpoint's number of executed actions where `policy.chunk` is 0. Raises `UserError`
+    where the checkpoint has none."""
+    policy = config.policy
+    if policy.chunk:
+        return config
+    found = registry.policy_kind(policy.kind).format.executed(policy.architecture)
+    if found is None:
+        raise UserError(
+            f"policy.chunk is 0, the checkpoint's own number of executed actions, and no file of a {policy.kind} has "
+            "one: set policy.chunk to at least 1"
+        )
+    return _with_policy(config, chunk=found)
 
 
 def with_init(config: Config, runs_dir: Path, required: bool = True) -> Config:
@@ -137,6 +152,8 @@ def begun_from(config: Config, runs_dir: Path, resume: bool, stage: str = "rl") 
         return with_init(config, runs_dir)
     recorded_run = recorded_settings(run_dir)
     recorded_policy, done = recorded_run.policy, continued.done(run_dir)
+    if not config.policy.chunk:
+        config = _with_policy(config, chunk=recorded_policy.chunk)
     own = [one for one in continued.changes(recorded_run, config) if not one.key.startswith("sft.")]
     continued.refuse_fixed(own, recorded_policy.kind, run_dir, done, stage)
     _refuse_another_beginning(config.policy.init, recorded_policy.init, run_dir, runs_dir)

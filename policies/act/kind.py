@@ -36,7 +36,8 @@ class ActFormat(PolicyFormat):
         return autocast_notes(source.folder / CONFIG, source.config)
 
     def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
-        source, found = find_source(LAYOUT, architecture.get("checkpoint", "")), list[str]()
+        source = find_source(LAYOUT, architecture.get("checkpoint", ""))
+        found = [*super().chunk_notes(architecture, chunk, tasks)]
         coefficient, given = self.ensemble(architecture, chunk), architecture.get("temporal_ensemble")
         if coefficient is not None and given is None:
             found.append(
@@ -46,17 +47,16 @@ class ActFormat(PolicyFormat):
         if source.is_new:
             return found
         config = checked_config(source.folder, source.config)
-        if config.n_action_steps != chunk:
-            found.append(
-                f"{source.folder}: LeRobot executes {config.n_action_steps} actions of a chunk (n_action_steps), and "
-                f"policy.chunk is {chunk}: results are of {chunk}"
-            )
         if config.temporal_ensemble_coeff is not None and chunk > 1 and given is not False:
             found.append(
                 f"{source.folder}: LeRobot averages the predictions of each env step (temporal_ensemble_coeff), and "
                 f"policy.chunk is {chunk}: set it to 1 to evaluate so"
             )
         return found
+
+    def executed(self, architecture: Mapping[str, Any]) -> int | None:
+        source = find_source(LAYOUT, architecture.get("checkpoint", ""))
+        return None if source.is_new else checked_config(source.folder, source.config).n_action_steps
 
     def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
         source = find_source(LAYOUT, architecture.get("checkpoint", ""))

@@ -50,17 +50,9 @@ class DiffusionFormat(PolicyFormat):
             )
         return found
 
-    def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
+    def executed(self, architecture: Mapping[str, Any]) -> int | None:
         source = _source(architecture)
-        if source.is_new:
-            return ()
-        own = checked_config(source.folder, source.config).n_action_steps
-        if own == chunk:
-            return ()
-        return [
-            f"{source.folder}: LeRobot executes {own} actions of a decision (n_action_steps), and policy.chunk is "
-            f"{chunk}: results are of {chunk}"
-        ]
+        return None if source.is_new else checked_config(source.folder, source.config).n_action_steps
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()

@@ -200,7 +200,7 @@ class DiffusionPolicy(RobotPolicy):
     ) -> Tensor:
         """[B] with this noise [B, T, A], these times [B] and these places of the crop [B, cameras, 2] in 0..1, or a
         crop of the centre."""
-        wanted = self._normalised(nearest_counted(actions, counted), inputs).float()
+        wanted = self._normalised(nearest_counted(actions, counted), inputs)
         predicted = self.network.unet(self.denoising.noisy(wanted, eps, time), time, self._condition(inputs, corners))
         error = (predicted - (eps if self.denoising.predicts_noise else wanted)).square()
         some = counted.any(1, keepdim=True).expand_as(counted)

@@ -133,6 +133,18 @@ def with_horizon(config: Mapping[str, Any], horizon: int) -> dict[str, Any]:
     return {**config, "chunk_size": horizon, "n_action_steps": executed}
 
 
+def executed(folder: Path, raw: Mapping[str, Any]) -> int:
+    """Actions of a chunk that LeRobot executes with this config.json (`n_action_steps`). Raises `PolicyError`."""
+    predicted = raw.get("chunk_size", 50)
+    found = raw.get("n_action_steps", 50)
+    if type(found) is not int or type(predicted) is not int or not 1 <= found <= predicted:
+        raise PolicyError(
+            f"{folder / CONFIG}: n_action_steps is {shown(found)}, and is of 1 to chunk_size, {shown(predicted)}: a "
+            "chunk has no more actions to execute"
+        )
+    return found
+
+
 def steps_entry(config: Mapping[str, Any]) -> str | None:
     """Name of the entry of LeRobot's config.json that has the steps of the integration, if it has one."""
     return next((name for name in ("num_inference_steps", "num_steps") if name in config), None)

@@ -11,6 +11,7 @@ from torch import Tensor
 from policies.checkpoint_folders import is_random
 from policies.files import CONFIG
 from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
+from policies.flow_vla.options import executed
 from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import write_lerobot
 from policies.pi0.checkpoint import find_sources, is_adaptive, read_weights, save_description, save_directory
@@ -67,6 +68,10 @@ class Pi0Format(FlowVLAFormat):
                 "policy.options.prompt to lerobot-0.4 for it"
             )
         return found
+
+    def executed(self, architecture: Mapping[str, Any]) -> int | None:
+        source = find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
+        return executed(source.described, source.config) if source.layout == "lerobot" else None
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("type") in ("pi0", "pi05") or ("type" not in config and "action_horizon" in config)

@@ -28,7 +28,7 @@ from policies.checkpoint_folders import (
 from policies.contract import PolicyError
 from policies.files import CONFIG, SINGLE, Shards, read_json, shown, write_json, write_tensors
 from policies.flow_vla.checkpoint import read_named, stored_names
-from policies.flow_vla.options import DTYPES
+from policies.flow_vla.options import DTYPES, executed
 from policies.lerobot.buffers import read_buffers, read_modes
 from policies.lerobot.processors import (
     POST,
@@ -43,7 +43,7 @@ from policies.lerobot.statistics import check_pictures, read_lerobot, write_lero
 from policies.lora import merged_state
 from policies.random_weights import RANDOM_WEIGHTS, draw_network, empty_network, seed_of
 from policies.smolvla.backbone import BACKBONE, BACKBONE_FILES, PUBLISHED, find_backbone, read_backbone
-from policies.smolvla.config import SmolVLASizes, check_entries, executed, read_sizes
+from policies.smolvla.config import SmolVLASizes, check_entries, read_sizes
 from policies.smolvla.inputs import Prompts
 from policies.smolvla.network import UNUSED, SmolVLANetwork, dtype_of, own_name, stored_name
 from policies.units import RobotUnits

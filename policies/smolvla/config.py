@@ -122,18 +122,6 @@ def check_entries(path: Path, raw: Mapping[str, Any]) -> None:
     check_known_entries(path, raw, READ, PASSED, FIXED)
 
 
-def executed(folder: Path, raw: Mapping[str, Any]) -> int:
-    """Actions of a chunk that LeRobot executes with this config.json (`n_action_steps`). Raises `PolicyError`."""
-    predicted = raw.get("chunk_size", 50)
-    found = raw.get("n_action_steps", 50)
-    if type(found) is not int or type(predicted) is not int or not 1 <= found <= predicted:
-        raise PolicyError(
-            f"{folder / CONFIG}: n_action_steps is {shown(found)}, and is of 1 to chunk_size, {shown(predicted)}: a "
-            "chunk has no more actions to execute"
-        )
-    return found
-
-
 def trained_parts(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Parts of the network, as `policy.options.train` names them, that LeRobot trains with this config.json."""
     found = ["expert", "projections"]

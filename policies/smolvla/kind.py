@@ -10,6 +10,7 @@ from torch import Tensor
 
 from policies.files import CONFIG
 from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
+from policies.flow_vla.options import executed
 from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyKind
@@ -21,14 +22,11 @@ from policies.smolvla.checkpoint import (
     save_directory,
     write_units,
 )
-from policies.smolvla.config import executed, trained_parts
+from policies.smolvla.config import trained_parts
 from policies.smolvla.options import SmolVLAOptions
 from policies.smolvla.policy import SmolVLA
 from policies.transforms import Transforms
 from policies.units import DEMONSTRATIONS, RobotUnits
-
-WHOLE = 50
-"""LeRobot's default of executed actions: a whole chunk, without a look at what became of its beginning."""
 
 
 class SmolVLAFormat(FlowVLAFormat):
@@ -62,21 +60,9 @@ class SmolVLAFormat(FlowVLAFormat):
             )
         return found
 
-    def chunk_notes(self, architecture: Mapping[str, Any], chunk: int, tasks: Sequence[str]) -> Sequence[str]:
+    def executed(self, architecture: Mapping[str, Any]) -> int | None:
         source = _sources(architecture)
-        own = executed(source.described, source.config)
-        found = []
-        if chunk != own:
-            found.append(
-                f"{source.described}: LeRobot executes {own} actions of a chunk (n_action_steps), and policy.chunk is "
-                f"{chunk}: results are of {chunk}"
-            )
-        if chunk >= WHOLE and any(task.startswith("libero/") for task in tasks):
-            found.append(
-                f"policy.chunk is {chunk}: a SmolVLA that executes that many actions before it looks again fails most "
-                "of LIBERO, where 10 are usual (LeRobot's default is 50): set policy.chunk to 10"
-            )
-        return found
+        return executed(source.described, source.config)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("type") == "smolvla"

@@ -200,7 +200,7 @@ def test_an_exported_policy_is_the_policy(checkpoint: Any, tmp_path: Path) -> No
     notes = policy_kind("diffusion").format.chunk_notes
     assert not notes({"checkpoint": str(tmp_path / "first")}, 4, ())
     (note,) = notes({"checkpoint": str(tmp_path / "first")}, 2, ())
-    assert "LeRobot executes 4 actions of a decision (n_action_steps), and policy.chunk is 2" in note
+    assert "LeRobot executes 4 actions of a chunk (n_action_steps), and policy.chunk is 2" in note
 
 
 @pytest.mark.parametrize("name", ["shared", "ddpm_sample", "two_cameras"])
