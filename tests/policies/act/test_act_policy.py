@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tests.policies.act.cases import (
     older_checkpoint,
     variant_checkpoint,
 )
+from tests.variants import often
 
 TASK = PolicySpec(action_dim=3, chunk=2, proprio_dim=4, cameras=("base", "wrist"), image_size=40)
 CASES: dict[str, tuple[PolicySpec, dict[str, Any]]] = {
@@ -42,6 +44,20 @@ IDLE = {
 }
 
 
+LONG = (
+    laws.law_imitation_brings_the_mode_to_the_demonstrations,
+    laws.law_log_prob_is_the_density_that_act_samples,
+    laws.law_all_is_computed_on_the_policys_device,
+)
+"""Laws that cost seconds."""
+
+
+def once_where_they_are_long(of: Iterable[Any]) -> list[Any]:
+    """Laws and cases; the default run has those of `LONG` on one case."""
+    every = [(law, case) for law in of for case in CASES]
+    return often([(law, case) for law, case in every if law not in LONG or case == next(iter(CASES))], every)
+
+
 def task_inputs(spec: PolicySpec, rows: int = 6) -> Inputs:
     return laws.random_inputs(spec, rows, seed=7)
 
@@ -56,8 +72,7 @@ def trained(folder: Path, spec: PolicySpec, entries: dict[str, Any], **options: 
     return policy
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(("law", "case"), once_where_they_are_long(laws.LAWS))
 def test_laws(law: Any, case: str, tmp_path: Path) -> None:
     spec, entries = CASES[case]
     policy = trained(tmp_path / "new", spec, entries, critic_trains_network=True)
@@ -75,8 +90,7 @@ def _without_rounding(policy: Any, name: str) -> None:
     policy.get_parameter(name).register_hook(lambda grad: torch.where(grad.abs() < 1e-6, 0.0, grad))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("law", laws.IMITATION_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(("law", "case"), once_where_they_are_long(laws.IMITATION_LAWS))
 def test_laws_of_imitation(law: Any, case: str, tmp_path: Path) -> None:
     spec, entries = CASES[case]
     law(trained(tmp_path / "new", spec, entries), task_inputs(spec))
