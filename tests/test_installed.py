@@ -104,7 +104,7 @@ def test_the_archive_and_the_source_tree_give_equal_wheels(wheel: Path, source: 
 
 def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert wheel.stat().st_size < 12e6
+    assert wheel.stat().st_size < 14e6  # of which the small policies that recipes begin with take 10 MB
     assert [name for name in names if name.endswith("/reach.xml")] == ["sim_farm/backends/tabletop/scenes/reach.xml"]
     packaged = {name.partition("/")[0] for name in names if "dist-info" not in name}
     extensions = {path.name for path in (ROOT / "extensions").iterdir() if path.is_dir()}

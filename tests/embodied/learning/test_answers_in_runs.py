@@ -15,6 +15,7 @@ from embodied.config.files import parse_config
 from embodied.errors import UserError
 from embodied.reporting.metrics import read
 from embodied.run import checkpoint
+from embodied.run.folder import fetched
 from embodied.trajectories.batch import join_columns
 from embodied_language.text.tokenizer import answer_tokenizer
 from policies import PolicyError
@@ -149,14 +150,11 @@ def test_a_prompt_longer_than_the_model_takes_is_one_message(tmp_path: Path) -> 
     assert "more than the model's context of 14" in message(settings(short, iterations=1), tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "says"),
-    [("env", "max_episode_steps", "max_episode_steps"), ("policy", "chunk", "chunk")],
-)
-def test_a_limit_of_zero_is_one_message(section: str, key: str, says: str, model: Path) -> None:
-    changes: dict[str, Any] = {section: {key: 0}}
-    with pytest.raises(UserError, match=f"{says}: it should be at least 1"):
-        parse_config(settings(model, **changes), "test")
+def test_limits_of_zero_are_one_message(model: Path) -> None:
+    with pytest.raises(UserError, match="max_episode_steps: it should be at least 1"):
+        parse_config(settings(model, env={"max_episode_steps": 0}), "test")
+    with pytest.raises(UserError, match="no file of a language has one: set policy.chunk to at least 1"):
+        fetched(parse_config(settings(model, policy={"chunk": 0}), "test"))
 
 
 def test_a_verifier_that_fails_is_counted_and_named(
