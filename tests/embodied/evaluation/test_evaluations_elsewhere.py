@@ -71,7 +71,8 @@ def machines() -> Iterator[Machines]:
 def test_an_evaluation_over_nodes_has_the_lines_of_one_alone(
     run: Path, alone: str, nodes: list[str], machines: Machines, tmp_path: Path
 ) -> None:
-    own = settings(run, runtime={"mode": "ray"}, farm={"physics_workers": 2, "groups": 2, "nodes": nodes})
+    runtime = {"mode": "ray", "address": machines.address}
+    own = settings(run, runtime=runtime, farm={"physics_workers": 2, "groups": 2, "nodes": nodes})
     subject, protocol = subject_of(str(run), own, None, tmp_path), protocol_of(own)
     session = Session(own, machines.runtime, tuple(sorted(os.sched_getaffinity(0))))
     with evaluation_folder(subject, protocol, tmp_path / "e", resume=False) as folder:
