@@ -1,4 +1,5 @@
-"""What policies share that act in a robot's numbers: transforms, and the units of a checkpoint or of demonstrations."""
+"""Policies with transforms and units: their networks read and give a robot's numbers in units of a checkpoint or of
+demonstrations."""
 
 from __future__ import annotations
 

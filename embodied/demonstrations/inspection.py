@@ -192,7 +192,8 @@ def inspected(demonstrations: Demonstrations, config: Config | None, environment
 
 
 def _history(policy: PolicyConfig) -> History:
-    """What the policy reads with each row; a policy that learns nothing is not asked: it may be a program elsewhere."""
+    """The observations that the policy reads with each row. A policy without weights reads one: it may be a server,
+    which is not asked."""
     learns = policy_kind(policy.kind).trainable
     return History(*observations_of(policy.kind, policy.architecture)) if learns else ALONE
 

@@ -32,7 +32,7 @@ READ_AND_DONE = (layout.PROPRIO, layout.STATE, layout.ACTION)
 
 @dataclass(frozen=True)
 class History:
-    """What is read of the rows before a row, which are env steps of its episode."""
+    """Observations and actions of earlier rows that are read with a row; rows are env steps of its episode."""
 
     observations: int = 1
     """K: observations, the row's own among them. The first row of an episode stands for those before it."""

@@ -57,7 +57,7 @@ class LoadedPolicy:
         return chunk if batched else chunk[0]
 
     def begin_episode(self) -> ObservedEpisode:
-        """An episode of which nothing was observed yet."""
+        """An episode before its first observation."""
         return ObservedEpisode(self)
 
     def chunks(self, inputs: Inputs, seed: int | None) -> npt.NDArray[np.float32]:

@@ -473,7 +473,7 @@ def _pictures(key: str, value: Any) -> np.ndarray:
 
 
 def _starts(observation: Mapping[str, Any]) -> bool | None:
-    """Whether the observation begins an episode; None where its client does not say. Raises `UserError`."""
+    """True if the observation is the first of its episode; None if the request does not say. Raises `UserError`."""
     found = observation.get(EPISODE_START)
     if found is not None and not isinstance(found, (bool, np.bool_)):
         raise UserError(f"{EPISODE_START} is true for the first observation of an episode, got {shown(found)}")

@@ -10,16 +10,19 @@ from pydantic import Field
 
 from policies.act.network import ActSizes
 from policies.contract import PolicyError, PolicySpec
-from policies.files import CONFIG, checked, read_json, shown
-from policies.lerobot.config import check_known_entries
-from policies.lerobot.network_config import PASSED, SAVED, NetworkConfig, check_features, new_features, with_entries
+from policies.files import CONFIG, checked
+from policies.lerobot.network_config import (
+    NetworkConfig,
+    check_entries,
+    check_features,
+    new_features,
+    read_entries,
+    with_entries,
+)
 from policies.lerobot.network_folders import Layout
 from policies.lerobot.processors import Text
-from policies.random_weights import RANDOM_WEIGHTS
 from policies.units import Mode
 
-OWN = {RANDOM_WEIGHTS, "backbone_width"}
-"""Entries that this project alone has: others' programs refuse them."""
 MOST_ENSEMBLE = 100.0
 """Largest coefficient of temporal ensembling: with more, one prediction alone counts."""
 
@@ -76,22 +79,13 @@ class ActConfig(NetworkConfig):
 
 
 def read_config(folder: Path, saved: bool = False) -> dict[str, Any]:
-    """The object in a directory's config.json; `saved`: of a policy that this project saved.
+    """The object in a directory's config.json, as this project saved it (`saved`) or LeRobot.
 
     Raises `PolicyError` for another policy's, for an entry that asks for what is not done here, and for one that is not
     known unless it is off: false, null, 0 or empty.
     """
-    path = folder / CONFIG
-    raw = read_json(path)
-    if raw.get("type") != "act":
-        raise PolicyError(
-            f"{path}: type is {shown(raw.get('type'))}, and LeRobot's directories of ACT have act: name one of them"
-        )
-    if raw.get("use_peft"):
-        raise PolicyError(f"{path}: use_peft is true, and adapters of ACT are not read: merge it into the weights")
-    check_known_entries(
-        path, raw, OWN | set(ActConfig.model_fields) | (SAVED if saved else set()), (*PASSED, "dropout"), {}
-    )
+    raw = read_entries(folder, "act", "ACT")
+    check_entries(folder, raw, ActConfig, saved=saved, passed=["dropout"])
     return raw
 
 

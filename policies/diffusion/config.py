@@ -10,17 +10,20 @@ from pydantic import Field
 
 from policies.contract import PolicyError, PolicySpec
 from policies.diffusion.network import FINAL_GROUPS, DiffusionSizes
-from policies.files import CONFIG, checked, read_json, shown
-from policies.lerobot.config import check_known_entries
-from policies.lerobot.network_config import PASSED, SAVED, NetworkConfig, check_features, new_features, with_entries
+from policies.files import CONFIG, checked
+from policies.lerobot.network_config import (
+    NetworkConfig,
+    check_entries,
+    check_features,
+    new_features,
+    read_entries,
+    with_entries,
+)
 from policies.lerobot.network_folders import Layout
 from policies.lerobot.processors import STATE, Text
-from policies.random_weights import RANDOM_WEIGHTS
 from policies.resnet import coarse
 from policies.units import Mode
 
-OWN = {RANDOM_WEIGHTS, "backbone_width"}
-"""Entries that this project alone has: others' programs refuse them."""
 OF_SPEED = ("gradient_checkpointing", "compile_model", "compile_mode")
 """Entries that change memory and time alone."""
 Sampler = Literal["DDPM", "DDIM"]
@@ -113,29 +116,18 @@ class DiffusionConfig(NetworkConfig):
 
 
 def read_config(folder: Path, saved: bool = False) -> dict[str, Any]:
-    """The object in a directory's config.json; `saved`: of a policy that this project saved.
+    """The object in a directory's config.json, as this project saved it (`saved`) or LeRobot.
 
     Raises `PolicyError` for another policy's, for an entry that asks for what is not done here, and for one that is not
     known unless it is off: false, null, 0 or empty.
     """
-    path = folder / CONFIG
-    raw = read_json(path)
-    if raw.get("type") != "diffusion":
-        raise PolicyError(
-            f"{path}: type is {shown(raw.get('type'))}, and LeRobot's directories of Diffusion Policy have diffusion: "
-            "name one of them"
-        )
-    if raw.get("use_peft"):
-        raise PolicyError(
-            f"{path}: use_peft is true, and adapters of Diffusion Policy are not read: merge it into the weights"
-        )
+    raw = read_entries(folder, "diffusion", "Diffusion Policy")
     if raw.get("use_transformer") or str(raw.get("noise_net", "unet")).lower().find("transformer") >= 0:
         raise PolicyError(
-            f"{path}: it asks for a transformer that denoises, and only the U-Net is read here, as in LeRobot: take a "
-            "checkpoint with one"
+            f"{folder / CONFIG}: it asks for a transformer that denoises, and only the U-Net is read here, as in "
+            "LeRobot: take a checkpoint with one"
         )
-    known = OWN | set(DiffusionConfig.model_fields) | (SAVED if saved else set())
-    check_known_entries(path, raw, known, (*PASSED, *OF_SPEED), {})
+    check_entries(folder, raw, DiffusionConfig, saved=saved, passed=OF_SPEED)
     return raw
 
 
@@ -154,8 +146,9 @@ def checked_config(folder: Path, raw: Mapping[str, Any]) -> DiffusionConfig:
         )
     if config.n_action_steps > config.predicted:
         raise PolicyError(
-            f"{path}: n_action_steps is {config.n_action_steps}; of a horizon of {config.horizon} that begins with the "
-            f"first of {config.n_obs_steps} observations at most {config.predicted} are executed: set it to fewer"
+            f"{path}: n_action_steps is {config.n_action_steps}. The horizon has {config.horizon} actions and begins "
+            f"with the first of {config.n_obs_steps} observations, so at most {config.predicted} are executed: set "
+            "n_action_steps to fewer"
         )
     _check_network(path, config)
     _check_pictures(path, config)
@@ -211,8 +204,8 @@ def for_task(folder: Path, raw: Mapping[str, Any], spec: PolicySpec) -> dict[str
     found = with_entries(folder, {"use_group_norm": True, "drop_n_last_frames": 0, **raw}, given)
     if spec.cameras and max(map(coarse, (pictures := checked_config(folder, found).sizes.pictures))) == 1:
         raise PolicyError(
-            f"{folder / CONFIG}: the new network is shown pictures of {list(pictures)}, of which the ResNet leaves one "
-            "place, and the spatial softmax finds nothing in it: set env.image_size, or the crop, to more than 32"
+            f"{folder / CONFIG}: the new network reads pictures of {list(pictures)}. The ResNet reduces them to one "
+            "place, in which the spatial softmax finds nothing: set env.image_size, or the crop, to more than 32"
         )
     return found
 

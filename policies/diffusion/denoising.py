@@ -27,7 +27,7 @@ from policies.diffusion.config import DiffusionConfig, Sampler
 
 @dataclass(frozen=True)
 class Exploration:
-    """How the denoising is drawn and scored."""
+    """Settings of reinforcement learning: which denoising steps are scored, and how far they deviate."""
 
     trained_steps: int
     """Number of the last steps that are scored, each as likely as the next but for the discount; 0: all."""

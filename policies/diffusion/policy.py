@@ -113,10 +113,10 @@ class DiffusionPolicy(RobotPolicy):
 
     In DPPO (arXiv 2409.00588) every denoising step is an action, whose advantage is the decision's, discounted by
     `gamma_denoising` for each step that follows. All N steps are drawn, and one of the `trained_steps` last is scored:
-    DPPO's loss is a mean over decisions and steps, of which this is a sample, and the discount is how likely a step is
-    to be picked. Ratios are so clipped for each step, as in DPPO, and scoring a decision costs one forward pass of the
-    U-Net. Earlier steps are taken by the same network: LeRobot's layout has no room for DPPO's frozen copy. Densities
-    are of the executed actions' numbers. The deviation is given, hence the entropy is 0.
+    DPPO's loss is a mean over decisions and steps. Here one step of each decision is sampled, with a probability
+    proportional to its discount. Ratios are clipped for each step, as in DPPO, and scoring a decision costs one forward
+    pass of the U-Net. Earlier steps are taken by the same network: LeRobot's layout has no room for DPPO's frozen copy.
+    Densities are of the executed actions' numbers. The deviation is given, hence the entropy is 0.
 
     Noise of a row, D = T * A: x_T [D]; [N, D] of the steps; one number that picks the step; two for each camera, which
     place the random crop of supervised learning. The mode starts from x_T = 0 and takes every mean.

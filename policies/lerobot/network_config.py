@@ -3,19 +3,22 @@ Policy's have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from policies.contract import PolicyError, PolicySpec
-from policies.files import CONFIG, shown
+from policies.files import CONFIG, read_json, shown
+from policies.lerobot.config import check_known_entries
 from policies.lerobot.features import IMAGES
 from policies.lerobot.processors import ACTION, STATE, Feature, Text
 from policies.random_weights import RANDOM_WEIGHTS
 from policies.units import Mode
 
+OWN = {RANDOM_WEIGHTS, "backbone_width"}
+"""Entries that this project alone has: others' programs refuse them."""
 SAVED = {"kind", "spec", "architecture"}
 """Entries of a policy that this project saved, which its reader has checked."""
 PASSED = (
@@ -31,6 +34,7 @@ class NetworkConfig(BaseModel, extra="ignore", frozen=True, strict=True):
     input_features: dict[Text, Feature] = {}
     output_features: dict[Text, Feature] = {}
     normalization_mapping: dict[Text, Mode]
+    n_action_steps: int
 
     @property
     def cameras(self) -> tuple[str, ...]:
@@ -61,6 +65,31 @@ class NetworkConfig(BaseModel, extra="ignore", frozen=True, strict=True):
     def image_size(self) -> int:
         """Height and width of the pictures in pixels."""
         return self.input_features[self.cameras[0]].shape[1]
+
+
+def read_entries(folder: Path, kind: str, name: str) -> dict[str, Any]:
+    """The object in a directory's config.json. Raises `PolicyError` for another policy's than the `kind`, which is
+    called `name`, and for an adapter's."""
+    path = folder / CONFIG
+    raw = read_json(path)
+    if raw.get("type") != kind:
+        raise PolicyError(
+            f"{path}: type is {shown(raw.get('type'))}, and LeRobot's directories of {name} have {kind}: name one of "
+            "them"
+        )
+    if raw.get("use_peft"):
+        raise PolicyError(f"{path}: use_peft is true, and adapters of {name} are not read: merge it into the weights")
+    return raw
+
+
+def check_entries(
+    folder: Path, raw: Mapping[str, Any], config: type[NetworkConfig], *, saved: bool, passed: Sequence[str] = ()
+) -> None:
+    """Raise `PolicyError` for an entry that is neither of `config` nor without meaning here, unless it is off: false,
+    null, 0 or empty. `saved`: the directory is of a policy that this project saved; `passed` are entries that may say
+    anything."""
+    known = OWN | set(config.model_fields) | (SAVED if saved else set())
+    check_known_entries(folder / CONFIG, raw, known, (*PASSED, *passed), {})
 
 
 def check_features(path: Path, config: NetworkConfig) -> None:

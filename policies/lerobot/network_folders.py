@@ -53,7 +53,7 @@ N = TypeVar("N", bound=Network)
 
 @dataclass(frozen=True)
 class Layout:
-    """What differs between the directories of two kinds."""
+    """Layout of a kind's directories: names of its tensors, and the functions that read and check config.json."""
 
     kind: str
     prefix: str

@@ -49,7 +49,7 @@ def rows_at(step: int, count: int, distance: int, begin: int = 0) -> list[int]:
 
 
 def decided(loaded: LoadedPolicy, sent: list[dict[str, Any]], step: int, begin: int = 0) -> np.ndarray:
-    """What `act` decides at an env step of an episode that began at `begin`."""
+    """The action chunk of `act` at an env step of an episode that began at `begin`."""
     rows = rows_at(step, loaded.spec.observations, loaded.spec.distance, begin)
     return loaded.act(as_act_takes_it(shown(sent, rows)))
 

@@ -1,4 +1,4 @@
-"""How many actions of a chunk are executed: the setting's number, or the checkpoint's own."""
+"""The number of executed actions of a chunk is the setting's, or the checkpoint's own."""
 
 from __future__ import annotations
 

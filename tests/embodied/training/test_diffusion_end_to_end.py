@@ -92,7 +92,7 @@ def test_without_a_critic(workflow: str, tmp_path: Path) -> None:
 
 
 def test_the_last_rows_of_episodes_are_left_out(tmp_path: Path) -> None:
-    """Of learning and measuring, not of the statistics."""
+    """Rows that are learned from and measured on; statistics are of all rows."""
     record_reach(tmp_path / "demos", 6, image_size=40, cameras=1)
     episodes = Dataset(tmp_path / "demos").episodes
     for left_out in (0, 2):

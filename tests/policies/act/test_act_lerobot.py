@@ -16,7 +16,7 @@ from tests.embodied.demonstrations.test_lerobot import LEROBOT
 from tests.policies.act.cases import GOLDEN, SPEC, make, new_checkpoint
 
 FOR_POLICIES = "imageio diffusers<0.36 transformers>=4.57,<5 pyserial"
-"""What LeRobot's policies import beside what its datasets need."""
+"""Packages that LeRobot's policies import and its datasets do not."""
 SCRIPT = Path(__file__).parent / "in_lerobot.py"
 
 

@@ -115,7 +115,9 @@ def computed(policy: DiffusionPolicy, processors: Any, raw: dict[str, torch.Tens
     torch.manual_seed(SEED)
     policy.eval()
     with torch.no_grad():
-        found["chunk"] = after(policy.predict_action_chunk(before(dict(seen)), noise=raw["noise"])).contiguous()
+        batch = before(dict(seen))  # `predict_action_chunk` of LeRobot 0.4 takes observations from its queues alone
+        batch["observation.images"] = torch.stack([batch[key] for key in policy.config.image_features], dim=-4)
+        found["chunk"] = after(policy.diffusion.generate_actions(batch, noise=raw["noise"])).contiguous()
     if "raw.action" not in raw:
         return found
     torch.manual_seed(SEED)

@@ -43,10 +43,13 @@ def test_lerobot_acts_with_what_is_exported(python: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_golden_chunks_are_lerobots(python: str, tmp_path: Path) -> None:
-    """Those in the repository are 0.6.1's, which needs Python 3.12; resizing by a ratio is not in this version."""
+    """Those in the repository are 0.6.1's, which needs Python 3.12. Version 0.4 does not resize by a ratio. It divides
+    a masked loss by all actions, and 0.6 by the counted ones: of the variant with that loss the chunk is compared."""
     run(python, "variants", tmp_path / "made", "ddim", "ddim_noise", "ddpm_sample", script=SCRIPT)
     for name in ("ddim", "ddim_noise", "ddpm_sample"):
         stored, found = (load_file(at / name / "golden.safetensors") for at in (GOLDEN / "variants", tmp_path / "made"))
         assert stored.keys() == found.keys()
-        for key in stored:
-            torch.testing.assert_close(found[key], stored[key], atol=1e-5, rtol=1e-4, msg=f"{name}: {key}")
+        for key in stored if name != "ddim_noise" else ["chunk", "step_noise"]:
+            most = 1e-4 * float(stored[key].abs().max()) if key.startswith("grad.") else 1e-5
+            apart = float((found[key].double() - stored[key].double()).abs().max())
+            assert apart <= most, f"{name}: {key} is {apart:.1e} apart, and {most:.1e} is allowed"

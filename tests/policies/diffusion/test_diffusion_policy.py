@@ -263,7 +263,7 @@ def test_a_new_network_reads_what_the_task_gives(tmp_path: Path) -> None:
 
 def test_a_new_network_that_would_see_nothing_is_refused(tmp_path: Path) -> None:
     folder = new_checkpoint(tmp_path / "new", crop_shape=[32, 32])
-    with pytest.raises(PolicyError, match=r"shown pictures of \[32, 32\], of which the ResNet leaves one place"):
+    with pytest.raises(PolicyError, match=r"reads pictures of \[32, 32\]. The ResNet reduces them to one place"):
         make(folder, TASK)
 
 
@@ -313,7 +313,10 @@ REFUSED_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
         "leaves no signal, or no noise",
     ),
     "too many steps": ({"num_inference_steps": 21}, "num_inference_steps is 21, and at most the 20"),
-    "too many actions": ({"n_action_steps": 8}, "n_action_steps is 8; of a horizon of 8 .* at most 7 are executed"),
+    "too many actions": (
+        {"n_action_steps": 8},
+        "n_action_steps is 8. The horizon has 8 actions .* at most 7 are executed",
+    ),
     "a horizon that is not halved": ({"horizon": 10}, "horizon is 10, and must be a multiple of 4"),
     "groups that do not fit": ({"n_groups": 5}, "down_dims has 16, and must have multiples of n_groups, 5"),
     "a first width": ({"down_dims": [12, 32]}, "down_dims begins with 12, and must begin with a multiple of 8"),
