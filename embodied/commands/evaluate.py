@@ -17,6 +17,7 @@ from embodied.evaluation.evaluate import (
     compare,
     evaluate,
     evaluation_folder,
+    film,
     film_differences,
     write_result,
 )
@@ -70,12 +71,14 @@ def evaluate_run(
         for each in checked:
             check_tasks(each, session)
         result = evaluate(subject, protocol, session, own)
-        if other is not None:
-            theirs = _evaluated(other, protocol, session)
+        theirs = None if other is None else _evaluated(other, protocol, session)
+        if theirs is not None:
             result = compare(result, own, theirs, str(against))
             write_result(own.path, result)
+        show_table(result)  # before the films, which take longer than the episodes where drawing is slow
+        film(subject, protocol, session, own)
+        if theirs is not None:
             film_differences(subject, session, own, theirs, str(against))
-    show_table(result)
     return result
 
 
@@ -135,7 +138,7 @@ def _evaluated(other: Subject | EvalFolder, protocol: Protocol, session: Session
         return other
     protocol = protocol.shown_to(other.config)
     with evaluation_folder(other, protocol, None, resume=True) as folder:
-        evaluate(replace(other, run_dir=None), protocol, session, folder)  # its page stays as it is
+        evaluate(other, protocol, session, folder)
         return folder
 
 
@@ -156,7 +159,8 @@ def finish_run(
     # A run that goes on after its training had ended has its evaluation gone on with.
     with evaluation_folder(subject, protocol_of(config), None, resume=resumed) as folder:
         evaluated = evaluate(subject, protocol_of(config), session, folder)
-    show_table(evaluated)
+        show_table(evaluated)
+        film(subject, protocol_of(config), session, folder)
     rows = read(run_dir)
     tracking.evaluation(metrics_of(evaluated, "final"), rows[-1]["env_steps"] if rows else 0)
     tracking.file(Path(evaluated["folder"]) / "videos" / "evaluation.mp4")

@@ -201,6 +201,13 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         "policy_line": f"{subject.config.policy.kind}, {_chunks_of(subject)}, {_weights_of(subject)}; {hardware()}",
     }
     write_result(folder.path, result)
+    return result
+
+
+def film(subject: Subject, protocol: Protocol, session: Session, folder: EvalFolder) -> None:
+    """Film episodes of an evaluation that has ended, and show its result and films in its run's folder."""
+    recovery, total = Recovery(folder.path, "episodes"), protocol.total
+    outcomes = unperturbed(protocol, folder.in_order())
     if protocol.perturbations and subject.config.eval.videos:
         with optional("the film of the perturbed episodes"):
             until_done(lambda: _film_perturbed(subject, protocol, session, folder), recovery, session, lambda: total)
@@ -210,7 +217,6 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
         with optional("the film"):
             until_done(lambda: _film(subject, session, folder, seen), recovery, session, lambda: total)
     _show_in_run(folder.path, subject)
-    return result
 
 
 def trials_farm(

@@ -62,6 +62,7 @@ def test_a_film_that_fails_costs_the_film(renderer: Any, filmed: bool, trained: 
     warned = "Warning: the film could not be made" in said
     assert warned is (renderer is CannotDraw), "nothing is filmed where there is no camera"
     assert not warned or "RuntimeError: the graphics driver is gone (" in said, said
+    assert not warned or said.index("kept in") < said.index("the film"), "the result waits for the film"
 
 
 def test_a_page_that_fails_costs_the_page(trained: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -19,7 +19,7 @@ from embodied import cli
 from embodied.commands.evaluate import evaluate_run
 from embodied.config.files import load_config
 from embodied.evaluation import films
-from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
+from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder, film
 from embodied.evaluation.films import FRAMES, EpisodeFrames, Filmer, Shown, filmed_steps, stride
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import protocol_of
@@ -168,6 +168,7 @@ def test_a_run_shows_what_it_reached_by_the_tasks_own_words(tmp_path: Path) -> N
         protocol = protocol_of(subject.config)
         with evaluation_folder(subject, protocol, None, False) as folder, open_session(subject.config) as session:
             evaluate(subject, protocol, session, folder)
+            film(subject, protocol, session, folder)
         shown.append(json.loads((run / "eval.json").read_text())["episodes"])
     assert shown == [2, 2, 4] and len(list((run / "evals").iterdir())) == 3
 
