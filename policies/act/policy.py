@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from policies.act.config import LAYOUT, MOST_ENSEMBLE, checked_config, coefficient_of, for_task
+from policies.act.config import LAYOUT, MOST_ENSEMBLE, ActConfig, coefficient_of, for_task
 from policies.act.network import ActNetwork, Encoded, Observation
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.files import CONFIG, shown
@@ -23,14 +22,13 @@ from policies.layers import (
     mlp,
     only_counted,
 )
-from policies.lerobot.features import ordered_cameras
 from policies.lerobot.network_config import check_task
-from policies.lerobot.network_folders import find_source, find_units, load_network
+from policies.lerobot.network_folders import load_network
+from policies.lerobot.network_policy import NetworkPolicy
 from policies.lerobot.pictures import normalised_frames
 from policies.lerobot.processors import ACTION, STATE
-from policies.robot_policy import RobotPolicy
 from policies.transforms import Gripper, Transforms
-from policies.units import DEMONSTRATIONS, StoredUnits, Units
+from policies.units import DEMONSTRATIONS, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ class ActOptions:
         return data | lists | {"initial_log_std": float(self.initial_log_std)}
 
 
-class Act(RobotPolicy):
+class Act(NetworkPolicy):
     """Reads frames and, where the network has a state, proprioception.
 
     Of the N actions of a chunk the first C are executed. They are drawn from normal distributions around what the
@@ -87,30 +85,13 @@ class Act(RobotPolicy):
     """
 
     kind = "act"
-    pictures: Tensor
-    """[K, 2, 3] float64: centre and scale of the pictures' units, of numbers in 0..1."""
+    config: ActConfig
 
     def __init__(self, spec: PolicySpec, options: ActOptions) -> None:
         """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
-        super().__init__()
-        self.source = source = find_source(LAYOUT, options.checkpoint, options.weights)
-        asset = DEMONSTRATIONS if source.is_new else options.asset
-        checkpoint = str(Path(options.checkpoint).resolve()) if options.checkpoint else ""
-        self.options = options = replace(options, checkpoint=checkpoint, asset=asset)
-        self.transforms = Transforms(options.transforms)
-        if asset == DEMONSTRATIONS:
-            self.transforms.check_demonstrated_units()
-        shown_spec = self.transforms.spec(spec)
-        self.config = checked_config(
-            source.folder, for_task(source.folder, source.config, shown_spec) if source.is_new else source.config
-        )
-        self._check_spec(shown_spec)
-        self.cameras = ordered_cameras(source, spec.cameras) if not source.is_new else spec.cameras
+        super().__init__(spec, options, LAYOUT, for_task)
         self.spec = spec = replace(spec, horizon=self.config.chunk_size)
-        self.network = load_network(source, lambda: ActNetwork(self.config.sizes))
-        robot, pictures = find_units(source, self.config, learned=asset == DEMONSTRATIONS)
-        self.units = StoredUnits(robot)
-        self.register_buffer("pictures", pictures)
+        self.network = load_network(self.source, lambda: ActNetwork(self.config.sizes))
         self.executed = spec.chunk * spec.action_dim
         self.noise_dim = self.executed + self.config.latent_dim
         self.log_std = nn.Parameter(torch.full((spec.horizon, spec.action_dim), float(options.initial_log_std)))
@@ -231,7 +212,7 @@ class Act(RobotPolicy):
 
     # --- what is built
 
-    def _check_spec(self, spec: PolicySpec) -> None:
+    def check_spec(self, spec: PolicySpec) -> None:
         """Raise `PolicyError` where the network cannot see or do what the task, after the transforms, has."""
         config, path = self.config, self.source.folder / CONFIG
         if spec.chunk > config.chunk_size:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -12,20 +11,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from policies.contract import Action, Evaluation, Inputs, PolicyError, PolicySpec
-from policies.diffusion.config import LAYOUT, DiffusionConfig, Sampler, checked_config, for_task
+from policies.diffusion.config import LAYOUT, DiffusionConfig, Sampler, for_task
 from policies.diffusion.denoising import Denoising, Exploration
 from policies.diffusion.network import DiffusionNetwork
 from policies.files import CONFIG, shown
 from policies.layers import checked_noise, checked_widths, counted_mean, gaussian_log_prob, mlp
-from policies.lerobot.features import ordered_cameras
 from policies.lerobot.network_config import check_task
-from policies.lerobot.network_folders import find_source, find_units, load_network
+from policies.lerobot.network_folders import load_network
+from policies.lerobot.network_policy import NetworkPolicy
 from policies.lerobot.pictures import normalised_frames
 from policies.lerobot.processors import ACTION, STATE
-from policies.robot_policy import RobotPolicy
 from policies.small.encoders import vector
 from policies.transforms import Transforms
-from policies.units import DEMONSTRATIONS, Mode, StoredUnits, Units
+from policies.units import DEMONSTRATIONS, Mode, Units
 
 LARGEST_STD = 10.0
 REALS = ("min_sampling_denoising_std", "min_logprob_denoising_std", "gamma_denoising")
@@ -105,7 +103,7 @@ class DiffusionOptions:
         return data | lists | reals
 
 
-class DiffusionPolicy(RobotPolicy):
+class DiffusionPolicy(NetworkPolicy):
     """Reads frames and proprioception of K observations.
 
     A decision denoises a horizon of T actions in N steps (`policies.diffusion.denoising`). The horizon begins with the
@@ -125,31 +123,15 @@ class DiffusionPolicy(RobotPolicy):
     """
 
     kind = "diffusion"
-    pictures: Tensor
-    """[cameras, 2, 3] float64: centre and scale of the pictures' units, of numbers in 0..1."""
+    config: DiffusionConfig
 
     def __init__(self, spec: PolicySpec, options: DiffusionOptions) -> None:
         """Raises `PolicyError` where the checkpoint, the task and the options do not fit together."""
-        super().__init__()
-        self.source = source = find_source(LAYOUT, options.checkpoint, options.weights)
-        asset = DEMONSTRATIONS if source.is_new else options.asset
-        checkpoint = str(Path(options.checkpoint).resolve()) if options.checkpoint else ""
-        self.options = options = replace(options, checkpoint=checkpoint, asset=asset)
-        self.transforms = Transforms(options.transforms)
-        if asset == DEMONSTRATIONS:
-            self.transforms.check_demonstrated_units()
-        seen = self.transforms.spec(spec)
-        raw = for_task(source.folder, source.config, seen) if source.is_new else source.config
-        self.config: DiffusionConfig = checked_config(source.folder, raw)
-        self._check_spec(seen)
-        self.cameras = spec.cameras if source.is_new else ordered_cameras(source, spec.cameras)
+        super().__init__(spec, options, LAYOUT, for_task)
         self.spec = spec = replace(spec, horizon=self.config.predicted)
         self.earlier_actions = self.config.past
         self.learned_modes = _learned(self.config.mode_of(STATE)), _learned(self.config.mode_of(ACTION))
-        self.network = load_network(source, lambda: DiffusionNetwork(self.config.sizes))
-        robot, pictures = find_units(source, self.config, learned=asset == DEMONSTRATIONS)
-        self.units = StoredUnits(robot)
-        self.register_buffer("pictures", pictures)
+        self.network = load_network(self.source, lambda: DiffusionNetwork(self.config.sizes))
         self.denoising = Denoising(self.config, self._sampler, self._steps, options.exploration)
         self.size = self.config.horizon * self.config.action_dim
         self.noise_dim = self.size * (1 + self.denoising.steps) + 1 + 2 * len(self.cameras)
@@ -310,7 +292,7 @@ class DiffusionPolicy(RobotPolicy):
         own = self.config.num_inference_steps or self.config.num_train_timesteps
         return self.options.num_inference_steps or own
 
-    def _check_spec(self, spec: PolicySpec) -> None:
+    def check_spec(self, spec: PolicySpec) -> None:
         """Raise `PolicyError` where the network cannot see or do what the task, after the transforms, has."""
         config, path = self.config, self.source.folder / CONFIG
         if spec.chunk > config.predicted:
