@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from embodied.errors import UserError
+from policies.capabilities import LeftOver
 from policies.contract import Action, Inputs, Policy
 
 THREADS = Path("/proc/self/task")
@@ -188,6 +189,13 @@ def predict(policy: Policy, inputs: Inputs, noise: Tensor | None) -> Tensor:
     """The policy's `predict`, with inputs, noise and predictions in the host's memory."""
     device = device_of(policy)
     return policy.predict(inputs.to(device), None if noise is None else noise.to(device)).cpu()
+
+
+def continue_chunk(policy: Policy, inputs: Inputs, noise: Tensor | None, left: LeftOver) -> Tensor:
+    """The policy's `continue_chunk`, with what it takes and returns in the host's memory."""
+    device = device_of(policy)
+    noise = None if noise is None else noise.to(device)
+    return policy.continue_chunk(inputs.to(device), noise, left.to(device)).cpu()
 
 
 def action_to_host(action: Action) -> Action:

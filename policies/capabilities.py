@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from policies.contract import Action, Inputs, Policy
@@ -137,7 +138,17 @@ class ResizesFrames(Protocol):
 
 
 @runtime_checkable
-class Ensembles(Protocol):
+class Predicts(Protocol):
+    """A policy that can return more actions of a decision than are executed."""
+
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        """[B, P, A] float32 in the environment's units, P = `spec.predicted`: the actions of a decision, of which those
+        of `act`'s chunk are the first. No gradient."""
+        ...
+
+
+@runtime_checkable
+class Ensembles(Predicts, Protocol):
     """A policy that decides at every env step, and whose predictions of one step by several decisions are averaged
     where it is evaluated (temporal ensembling, arXiv 2304.13705)."""
 
@@ -146,9 +157,33 @@ class Ensembles(Protocol):
         """m of the weights exp(-m i), i = 0 for the oldest prediction. None: a decision's own actions are executed."""
         ...
 
-    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
-        """[B, P, A] float32 in the environment's units, P = `spec.predicted`: the actions of a decision, of which those
-        of `act`'s chunk are the first. No gradient."""
+
+@dataclass(frozen=True)
+class LeftOver:
+    """What is left of each row's last decision when the next one begins."""
+
+    actions: Tensor
+    """[B, L, A] float32 in the environment's units, the action of the present env step first. L may be 0."""
+    there: Tensor
+    """bool [B]; False: the row's episode begins, and its actions mean nothing."""
+    delay: int
+    """Number of the actions that are executed before the decision arrives."""
+    jacobian: bool = True
+    """True: errors are propagated to the noisy actions as in the paper; False: as LeRobot computes it."""
+
+    def to(self, device: torch.device | str) -> LeftOver:
+        """The same with all tensors on the device."""
+        return replace(self, actions=self.actions.to(device), there=self.there.to(device))
+
+
+@runtime_checkable
+class RealTimeChunks(Protocol):
+    """A policy whose decision can agree with what is left of its last one, which is executed while it is computed
+    (real-time chunking, arXiv 2506.07339). `PolicyFormat.continues` says so before it is built."""
+
+    def continue_chunk(self, inputs: Inputs, noise: Tensor | None, left: LeftOver) -> Tensor:
+        """[B, P, A] float32 in the environment's units, P = `spec.predicted`: the actions of the decision, those first
+        that the delay makes past. Rows without a left-over are decided as by `act`. No gradient."""
         ...
 
 
@@ -223,8 +258,8 @@ class SampledElsewhere(Protocol):
 
 
 PROTOCOLS: tuple[type, ...] = (
-    *(Imitates, ImitatesEarlier, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Ensembles, HasAdapter),
-    *(CountsWork, GathersInGroups, SampledElsewhere),
+    *(Imitates, ImitatesEarlier, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Predicts, Ensembles),
+    *(RealTimeChunks, HasAdapter, CountsWork, GathersInGroups, SampledElsewhere),
 )
 METHODS = {
     name: protocol.__name__

@@ -68,10 +68,19 @@ class PolicyFormat:
         """Number of actions of a chunk that the checkpoint's own program executes, where its files have one."""
         return None
 
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        """Number of actions that a decision predicts (`PolicySpec.predicted`) where `policy.horizon` leaves it to the
+        files and they have one."""
+        return None
+
     def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
         """Coefficient with which an evaluation that executes `chunk` actions of each decision averages its predictions
         (`Ensembles.ensemble`), whether an option or a file gives it; None: it does not average."""
         return None
+
+    def continues(self, architecture: Mapping[str, Any]) -> bool:
+        """True if a decision can agree with what is left of the last one (`RealTimeChunks`)."""
+        return False
 
     def observations(self, architecture: Mapping[str, Any]) -> tuple[int, int]:
         """Number of observations that a decision is made on, and env steps from each to the next

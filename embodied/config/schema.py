@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -642,6 +642,44 @@ def event_of(text: str) -> Event:
     return Event(axis, 0, step, what)
 
 
+def delay_of(text: str) -> tuple[tuple[int, float], ...]:
+    """Delays in env steps with their probabilities, which `3` or `2:80,3:20` names by weights. Raises `ValueError`."""
+    found = dict[int, float]()
+    for part in text.split(","):
+        one = re.fullmatch(r"\s*([0-9]{1,5})\s*(?::\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*)?", part, re.ASCII)
+        if one is None or (one[2] is None and "," in text) or int(one[1]) in found:
+            raise ValueError(
+                f"{text[:100]!r} is no delay: a number of env steps such as 3, or several with weights such as "
+                "2:80,3:20"
+            )
+        found[int(one[1])] = float(one[2] or 1)
+    total = sum(found.values())
+    if max(found) < 1 or min(found.values()) <= 0:
+        raise ValueError(f"the delay {text[:100]} has no env steps or no weight: trials without a delay are always run")
+    return tuple((steps, weight / total) for steps, weight in sorted(found.items()))
+
+
+def delay_text(shares: Iterable[tuple[int, float]]) -> str:
+    """The text of delays with their shares, the same whatever the weights were given in: `2:0.8,3:0.2`, or `3`."""
+    known = list(shares)
+    return str(known[0][0]) if len(known) == 1 else ",".join(f"{steps}:{share:.4g}" for steps, share in known)
+
+
+def _delays(entries: tuple[str, ...]) -> tuple[str, ...]:
+    found = tuple(delay_text(delay_of(entry)) for entry in entries)
+    if len(set(found)) < len(found):
+        raise ValueError(f"a delay is named twice in {' '.join(entries)[:100]}")
+    return found
+
+
+def _delay_texts(value: Any) -> Any:
+    return tuple(str(item) if isinstance(item, int) else item for item in _each(value) or ())
+
+
+DelayMethod = Literal["naive", "ensemble", "rtc", "rtc_lerobot"]
+"""What is executed while a decision is computed, and how the decision continues it (docs/latency.md)."""
+
+
 class EvalConfig(Section):
     tasks: tuple[str, ...] = ()
     """Tasks (`libero/libero_spatial/0`), suites (`libero/libero_spatial`) or simulators, also `package.module:NAME`.
@@ -657,6 +695,7 @@ class EvalConfig(Section):
             "libero-pro",
             "libero-pro-published",
             "generalisation",
+            "latency",
         ]
         | None
     ) = None
@@ -664,16 +703,27 @@ class EvalConfig(Section):
     and gripper (docs/evaluating.md). `libero-plus`, `libero-pro`: these suites of perturbations, with the instructions
     of their task files; `libero-plus-published`, `libero-pro-published`: with the instructions that the suites' code
     makes from file names, as their published scores have them. `generalisation`: the settings of `env`, under graded
-    perturbations of every axis (docs/generalisation.md). None: the settings of `env`."""
+    perturbations of every axis (docs/generalisation.md). `latency`: the settings of `env`, under every delay of a
+    decision that its chunk leaves room for (docs/latency.md). None: the settings of `env`."""
     axes: Annotated[tuple[str, ...], BeforeValidator(_each), AfterValidator(_axes_and_events)] = ()
     """Axes along which every trial is repeated with a perturbation: `camera`, `start`, `objects`, `noise`,
     `brightness`, `words`, with levels as `camera:1,3` or at all five. An entry `AXIS:LEVEL@STEP`, such as
     `objects:3@20`, or `words:INSTRUCTION@STEP` perturbs the trial from that env step on. None: no perturbation, except
     in the protocol `generalisation`, which has every axis that the simulator supports and the policy observes."""
+    delay: Annotated[tuple[str, ...], BeforeValidator(_delay_texts), AfterValidator(_delays)] = ()
+    """Delays, in env steps, between an observation and the first action that follows from it; meanwhile the rest of
+    the last chunk is executed (docs/latency.md). Every trial is repeated under each: `3`; or `2:80,3:20`, drawn for
+    each decision with these weights. None: no delay, except in the protocol `latency`, which has 1, 2, ... up to what
+    chunks have room for, at most 8."""
+    delay_method: Annotated[tuple[DelayMethod, ...], BeforeValidator(_each)] = ()
+    """Methods under a delay. `naive`: the new chunk takes over when it arrives; `ensemble`: the mean of all predictions
+    of an env step that have arrived (temporal ensembling); `rtc`: real-time chunking, with the Jacobian as in the
+    paper; `rtc_lerobot`: without it, as LeRobot computes it; both for pi0 and smolvla. None: `naive`, or, in the
+    protocol `latency`, all that the policy can have."""
     episodes: Annotated[int, Field(ge=1)] | None = None
-    """Trials of each task, and of each perturbation of it, from seeds that training does not draw. None: the protocol's
-    number, or 100, or 50 with perturbations; for a file of problems, at most one trial per problem, in the file's
-    order."""
+    """Trials of each task, and of each perturbation or delay of it, from seeds that training does not draw. None: the
+    protocol's number, or 100, or 50 with perturbations or delays; for a file of problems, at most one trial per
+    problem, in the file's order."""
     attempts: Annotated[int, Field(ge=1)] = 1
     """Attempts at each trial, which differ by the policy's noise alone. With several, the result has pass@k: the share
     of trials that at least one of k attempts solves, for k = 1, 2, 4, ... up to all (docs/evaluating.md)."""

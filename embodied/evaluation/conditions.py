@@ -1,4 +1,7 @@
-"""Results of an evaluation under perturbations: success by axis and level, paired with the unperturbed episodes."""
+"""Results of an evaluation under perturbations or delays: success by axis and level, paired with the episodes without.
+
+Of a delay the axis is the method and the level its env steps.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,20 @@ from embodied.rollout.evaluator import EpisodeOutcome
 from embodied.statistics import paired_difference
 
 Condition = tuple[str, int, int]
-"""Axis, level, and the env step from which the perturbation holds."""
+"""Axis, level, and the env step from which the condition holds."""
 Pair = tuple[EpisodeOutcome, EpisodeOutcome]
 """An unperturbed episode, and the one that repeats it perturbed."""
 
 
 def unperturbed(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> list[EpisodeOutcome]:
-    return [outcome for outcome in outcomes if protocol.perturbation(outcome.task, outcome.trial) is None]
+    return [outcome for outcome in outcomes if protocol.condition(outcome.task, outcome.trial) is None]
 
 
 def by_condition(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> dict[Condition, list[EpisodeOutcome]]:
     """The perturbed episodes of all tasks by their perturbation, in the protocol's order."""
     found: dict[Condition, list[EpisodeOutcome]] = {}
     for outcome in outcomes:
-        other = protocol.perturbation(outcome.task, outcome.trial)
+        other = protocol.condition(outcome.task, outcome.trial)
         if other is not None:
             found.setdefault((other.axis, other.level, other.from_step), []).append(outcome)
     return found
@@ -49,6 +52,7 @@ def conditions_data(protocol: Protocol, outcomes: Sequence[EpisodeOutcome]) -> l
             "axis": axis,
             "level": level,
             "from_step": step,
+            **({"kind": "delay"} if protocol.delays else {}),
             **summarised([other for _, other in pairs], protocol.attempts),
         }
         if all(one.success is not None for pair in pairs for one in pair):

@@ -179,7 +179,7 @@ def evaluate(subject: Subject, protocol: Protocol, session: Session, folder: Eva
     starts = {task: _starts(origin, task, [o for o in outcomes if o.task == task]) for task in protocol.tasks}
     result = {
         **_tables(protocol, outcomes, starts),
-        **({"conditions": conditions_data(protocol, everything)} if protocol.perturbations else {}),
+        **({"conditions": conditions_data(protocol, everything)} if protocol.has_conditions else {}),
         "notes": [trained_sentence(together(list(starts.values())), origin.unknown), *warnings],
         "wall_s": time.monotonic() - begin,
         "episodes_of_earlier_sessions": before,
@@ -208,7 +208,7 @@ def film(subject: Subject, protocol: Protocol, session: Session, folder: EvalFol
     """Film episodes of an evaluation that has ended, and show its result and films in its run's folder."""
     recovery, total = Recovery(folder.path, "episodes"), protocol.total
     outcomes = unperturbed(protocol, folder.in_order())
-    if protocol.perturbations and subject.config.eval.videos:
+    if protocol.has_conditions and subject.config.eval.videos:
         with optional("the film of the perturbed episodes"):
             until_done(lambda: _film_perturbed(subject, protocol, session, folder), recovery, session, lambda: total)
     filmed = _filmed(protocol.tasks) if subject.config.eval.videos else set[str]()
@@ -225,13 +225,15 @@ def trials_farm(
     specs: tuple[EpisodeSpec, ...],
     left: Sequence[int],
     perturbations: tuple[Perturbation, ...] = (),
+    conditions: int = 0,
 ) -> FarmSpec:
-    """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task."""
+    """The farm on which a policy acts in the trials `left` (indices of `specs`) of the configuration's task, which are
+    repeated under a number of conditions, perturbations or others."""
     num_envs = config.eval.num_envs or config.env.num_envs
     place = configured_farm(config, session.cores, session.nodes)
     shape = farm_spec(config, ListedEpisodes(specs, num_envs), place, num_envs)
     shape = replace(shape, task=evaluated_task(config, perturbations))
-    paired = len(specs) // (1 + len(perturbations)) if perturbations else 0
+    paired = len(specs) // (1 + conditions) if conditions else 0
     return deal_out(shape, specs, left, paired)
 
 
@@ -314,37 +316,47 @@ def _run_episodes(
     folder: EvalFolder,
     recovery: Recovery,
     warnings: list[str],
-) -> dict[str, float] | None:
+) -> dict[str, float | str] | None:
     """Task by task, on a farm each; one worker holds the policy for all of them. Adds what only the simulators know to
     the warnings. Returns how long its decisions took; None where no episode is left."""
-    unfinished = [task for task in protocol.tasks if folder.left(task)]
-    ahead, done, begin = sum(len(folder.left(task)) for task in unfinished), 0, time.monotonic()
+    # Decisions under a delay are other env steps apart, so that they have a farm of their own.
+    unfinished = [
+        (task, delayed, left)
+        for task in protocol.tasks
+        for delayed in (None, *protocol.delays)
+        if (left := [trial for trial in folder.left(task) if protocol.delayed(task, trial) == delayed])
+    ]
+    ahead, done, begin = sum(len(left) for _, _, left in unfinished), 0, time.monotonic()
     worker: Handle[Evaluator] | None = None
-    for number, task in enumerate(unfinished, start=1):
-        config, left = protocol.applied(subject.config, task), folder.left(task)
-        title = f"Evaluating {task}"
+    control_hz = 0.0
+    for number, (task, delayed, left) in enumerate(unfinished, start=1):
+        config = protocol.applied(subject.config, task)
+        title = f"Evaluating {task}" + ("" if delayed is None else f", {delayed.method}, delay {delayed.delay}")
         if len(unfinished) > 1:
             title += f" ({number} of {len(unfinished)}"
             left_s = (time.monotonic() - begin) * (ahead - done) / max(done, 1)
             title += f", {duration(left_s)} left in all)" if done else ")"
         table = protocol.perturbations.get(task, ())
-        trials = trials_farm(config, session, protocol.episodes(task), left, table)
-        with session.farm(trials, workers=int(worker is None)) as farm:
+        shape = trials_farm(config, session, protocol.episodes(task), left, table, len(protocol.conditions(task)))
+        shape = shape if delayed is None else replace(shape, chunk=delayed.interval)
+        with session.farm(shape, workers=int(worker is None)) as farm:
             if (why := farm.infos[0].inexact) and (note := not_repeatable(task, why)) not in warnings:
                 warnings.append(note)
                 _say(f"Note: {note}")
-            sizes, reach = policy_spec(config, farm.infos[0]), session.reach(farm)
+            sizes, reach, control_hz = policy_spec(config, farm.infos[0]), session.reach(farm), farm.infos[0].control_hz
             if worker is None:
-                worker = session.runtime.start("evaluator", make_evaluator, config, sizes, reach, subject.checkpoint)
+                worker = session.runtime.start(
+                    "evaluator", make_evaluator, config, sizes, reach, subject.checkpoint, 0.0, delayed
+                )
             else:
-                worker.call(Evaluator.begin, task, sizes, reach)
+                worker.call(Evaluator.begin, task, sizes, reach, delayed)
             recovery.serving(len(folder.outcomes))
             _run_task(worker, folder, len(left), title, worker.deadline.inner().seconds)
             recovery.note_replaced(session.runtime, len(folder.outcomes), _say)
         done += len(left)
     if worker is None:
         return None
-    decisions = worker.call(Evaluator.decision_times)
+    decisions = worker.call(Evaluator.decision_times, control_hz)
     worker.end()
     return decisions
 
@@ -482,9 +494,9 @@ def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, fold
     pairs = differing_pairs(protocol, seen, min(subject.config.eval.videos, PAIRS))
     shown = [_shown(subject, folder, plain, f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
     for plain, other in pairs:
-        perturbation = protocol.perturbation(other.task, other.trial)
-        assert perturbation is not None
-        label = f"{perturbation.axis} {perturbation.level}, episode {plain.trial}"
+        condition = protocol.condition(other.task, other.trial)
+        assert condition is not None
+        label = f"{condition.axis} {condition.level}, episode {plain.trial}"
         shown.append(_shown(subject, folder, other, label))
     if shown:
         write_film(path, session, shown, len(pairs))

@@ -33,6 +33,7 @@ from embodied.errors import UserError
 from embodied.evaluation.protocol import Protocol, as_data, from_data
 from embodied.files import Lines, read_json, read_lines, write_whole
 from embodied.rollout.evaluator import EpisodeOutcome, EpisodeResult
+from embodied.rollout.executed_chunks import Delayed
 from sim_farm.contract import EpisodeSpec, Float32
 from sim_farm.conventions import MAX_SEED
 
@@ -231,10 +232,12 @@ def _flat(identity: Identity) -> dict[str, Any]:
 
 
 def _to_line(outcome: EpisodeOutcome, protocol: Protocol) -> dict[str, Any]:
-    """The line's data. It includes the perturbation, for readers of the file alone."""
-    other = protocol.perturbation(outcome.task, outcome.trial)
-    perturbed = {}
-    if other is not None:
+    """The line's data. It includes the perturbation or the delay, for readers of the file alone."""
+    other = protocol.condition(outcome.task, outcome.trial)
+    perturbed: dict[str, Any] = {}
+    if isinstance(other, Delayed):
+        perturbed = {"method": other.method, "delay": other.delay, "interval": other.interval}
+    elif other is not None:
         perturbed = {
             "perturbation": outcome.spec.perturbation,
             "axis": other.axis,

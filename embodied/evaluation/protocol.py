@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config.schema import Config, levels_of
+from embodied.config.schema import Config, DelayMethod, levels_of
 from embodied.errors import UserError, nearest
+from embodied.rollout.executed_chunks import Delayed
 from sim_farm.catalogue import foreign_suite, problem_file, success_ends, suites_of, task_files, task_names
 from sim_farm.contract import EpisodeSpec, Gripper, Orientation, Prompt, TaskFiles, TaskInfo
 from sim_farm.episodes import evaluation_episodes
@@ -22,10 +23,14 @@ from sim_farm.registry import simulators
 
 GENERALISATION = "generalisation"
 """Protocol of the run's own settings under graded perturbations of every axis."""
+LATENCY = "latency"
+"""Protocol of the run's own settings under delays of its decisions."""
+MOST_DELAY = 8
+"""Largest delay of that protocol, in env steps, where nothing else is said."""
 TRIALS = 100
 """Trials of each task, where nothing else is said; of a file of problems no more than it has."""
 PERTURBED_TRIALS = 50
-"""Trials of each task under each perturbation, where nothing else is said."""
+"""Trials of each task under each perturbation or delay, where nothing else is said."""
 VERSION = 3
 """Version of protocols, which is a part of their hash."""
 
@@ -177,6 +182,9 @@ class Protocol:
     perturbations: Mapping[str, tuple[Perturbation, ...]] = field(default_factory=dict)
     """Perturbations by task, for tasks that are perturbed. Trials 0 to `trials` - 1 are unperturbed. Then each
     perturbation in turn has `trials` more, each the repetition of an unperturbed trial."""
+    delays: tuple[Delayed, ...] = ()
+    """Delays under which trials are repeated likewise, in place of perturbations. Trials 0 to `trials` - 1 have none:
+    the simulator waits for the policy."""
     attempts: int = 1
     """Trials, one after the other, that begin alike; noise tells them apart."""
     version: int = VERSION
@@ -193,22 +201,37 @@ class Protocol:
 
     def count(self, task: str) -> int:
         """Number of the task's episodes."""
-        return self.trials * (1 + len(self.perturbations.get(task, ())))
+        return self.trials * (1 + len(self.conditions(task)))
 
     @property
     def total(self) -> int:
         """Number of all episodes."""
         return sum(map(self.count, self.tasks))
 
-    def perturbation(self, task: str, trial: int) -> Perturbation | None:
-        """The trial's perturbation."""
-        return self.perturbations[task][trial // self.trials - 1] if trial >= self.trials else None
+    def conditions(self, task: str) -> Sequence[Perturbation | Delayed]:
+        """The perturbations or delays under which the task's trials are repeated."""
+        return self.perturbations.get(task) or self.delays
+
+    @property
+    def has_conditions(self) -> bool:
+        """True if trials are repeated under perturbations or delays."""
+        return bool(self.perturbations or self.delays)
+
+    def delayed(self, task: str, trial: int) -> Delayed | None:
+        """The trial's delay; None: it has none."""
+        found = self.condition(task, trial)
+        return found if isinstance(found, Delayed) else None
+
+    def condition(self, task: str, trial: int) -> Perturbation | Delayed | None:
+        """That of the trial; None: it has none."""
+        return self.conditions(task)[trial // self.trials - 1] if trial >= self.trials else None
 
     def episodes(self, task: str) -> tuple[EpisodeSpec, ...]:
         """The episode of each of the task's trials; those without a perturbation are the same for every task."""
         plain = self._unperturbed()
-        numbers = range(len(self.perturbations.get(task, ())))
-        return plain + tuple(replace(spec, perturbation=number) for number in numbers for spec in plain)
+        perturbed = range(len(self.perturbations.get(task, ())))
+        repeated = tuple(replace(spec, perturbation=number) for number in perturbed for spec in plain)
+        return plain + repeated + plain * len(self.delays)
 
     def _unperturbed(self) -> tuple[EpisodeSpec, ...]:
         states = self.init_states or (None,)
@@ -238,6 +261,7 @@ class Protocol:
             chunk=config.policy.chunk,
             control_mode=env.control_mode,
             gripper=env.gripper if preset is None or preset.gripper is None else preset.gripper,
+            delays=_fitted(self.delays, config) if self.delays else (),
         )
         if preset is not None or not shown.cameras:
             return shown
@@ -247,7 +271,8 @@ class Protocol:
         """True if episodes of the two can be paired, by whatever conventions their policies see and act."""
         own = replace(self, cameras=other.cameras, chunk=other.chunk, image_size=other.image_size)
         own = replace(own, orientation=other.orientation, gripper=other.gripper, control_mode=other.control_mode)
-        return own == other
+        alike = [(one.method, one.delay) for one in own.delays] == [(one.method, one.delay) for one in other.delays]
+        return alike and replace(own, delays=other.delays) == other
 
     @property
     def conventions(self) -> str:
@@ -316,7 +341,7 @@ class Protocol:
             f"{longest}, {self.settle_steps} settling steps, {self.orientation} "
             f"{self.image_size} x {self.image_size} images, gripper {self.gripper}, "
             f"{'greedy' if self.greedy else 'sampled'}, seed {self.seed}{instruction}"
-            f"{self._policy_line(published)}{self._perturbed_line()}; {measure}"
+            f"{self._policy_line(published)}{self._perturbed_line()}{self._delayed_line()}; {measure}"
         )
 
     @property
@@ -353,6 +378,14 @@ class Protocol:
             for (axis, step), levels in axes.items()
         ]
         return f"; each trial also perturbed by {', '.join(texts)}" if texts else ""
+
+    def _delayed_line(self) -> str:
+        """The methods with their delays."""
+        methods = dict.fromkeys(one.method for one in self.delays)
+        texts = [f"{method} {' '.join(o.delay for o in self.delays if o.method == method)}" for method in methods]
+        fewer = sorted({one.interval for one in self.delays if one.interval < self.chunk})
+        often = f" (a decision every {'/'.join(map(str, fewer))} env steps where chunks are too short)" if fewer else ""
+        return f"; each trial also with a delay of env steps: {', '.join(texts)}{often}" if texts else ""
 
     def _policy_line(self, published: Preset | None) -> str:
         """Cameras and action chunk, with the published values where these differ."""
@@ -393,11 +426,17 @@ def protocol_of(config: Config) -> Protocol:
     # Problems are asked in the order of their file, each as often: drawn seeds would ask one twice and another never.
     listed = settings.recorded_states is None and all(found and found.instructions for found in files.values())
     perturbations = {task: table for task in tasks if (table := _perturbations(config, task))}
-    trials = settings.episodes or (PERTURBED_TRIALS if perturbations else TRIALS)
+    delays = _delays(config)
+    if perturbations and delays:
+        raise UserError(
+            "a trial is repeated under perturbations or under delays: leave eval.axes away, or eval.delay and the "
+            f"protocol {LATENCY}"
+        )
+    trials = settings.episodes or (PERTURBED_TRIALS if perturbations or delays else TRIALS)
     if listed and settings.episodes is None:
         trials = min(trials, *(len(found.instructions) for found in files.values() if found is not None))
     own = Protocol(
-        name=GENERALISATION if settings.protocol == GENERALISATION else None,
+        name=settings.protocol if settings.protocol in (GENERALISATION, LATENCY) else None,
         limits=dict.fromkeys(tasks, env.max_episode_steps),
         trials=settings.attempts * trials,
         init_states=settings.recorded_states,
@@ -418,6 +457,7 @@ def protocol_of(config: Config) -> Protocol:
         attempts=settings.attempts,
         task_digests={task: found.digest for task, found in files.items() if found is not None},
         perturbations=perturbations,
+        delays=delays,
     )
     if settings.instruction is not None and any(one.words for table in perturbations.values() for one in table):
         raise UserError(
@@ -443,6 +483,55 @@ def protocol_of(config: Config) -> Protocol:
             f"--eval.episodes to {distinct} or less, name each state once, or set --eval.greedy False"
         )
     return protocol
+
+
+def _delays(config: Config) -> tuple[Delayed, ...]:
+    """The delays that the settings ask for, each by each method. Raises `UserError` for one that a chunk has no room
+    for."""
+    settings = config.eval
+    whole = settings.protocol == LATENCY
+    if not whole and not settings.delay:
+        if settings.delay_method:
+            raise UserError(
+                f"eval.delay_method is {' '.join(settings.delay_method)}, and no delay is asked for: set eval.delay to "
+                f"a number of env steps, or eval.protocol to {LATENCY}"
+            )
+        return ()
+    from embodied.rollout.evaluator import methods_of, predicted_by  # imports torch
+
+    methods: Sequence[DelayMethod] = settings.delay_method or ("naive",)
+    if whole and not settings.delay_method:
+        methods = methods_of(config.policy.kind, config.policy.architecture)
+    room = min(config.policy.chunk, predicted_by(config) // 2, MOST_DELAY)
+    delays = settings.delay or tuple(map(str, range(1, max(1, room) + 1)))
+    return _fitted(tuple(Delayed(method, delay, 0) for delay in delays for method in methods), config)
+
+
+def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
+    """The delays with the configuration's intervals of decisions. Raises `UserError` for a method that its policy
+    cannot have, and for a delay that its chunks have no room for."""
+    from embodied.rollout.evaluator import methods_of, predicted_by  # imports torch
+
+    policy, predicted = config.policy, predicted_by(config)
+    possible, room = methods_of(policy.kind, policy.architecture), min(policy.chunk, predicted // 2)
+    for one in delays:
+        if one.method not in possible:
+            raise UserError(
+                f"eval.delay_method {one.method} is not for the policy {policy.kind}: real-time chunking guides the "
+                "denoising of a flow policy (pi0, smolvla), and temporal ensembling averages actions that are real "
+                f"numbers. Set eval.delay_method to {' '.join(possible)}"
+            )
+        if one.most > room:
+            most = f"Set eval.delay to at most {room}" if room else "Evaluate it without a delay"
+            raise UserError(
+                f"a delay of {one.most} env steps is beyond the chunk: a decision of {policy.kind} predicts "
+                f"{predicted} actions, and policy.chunk is {policy.chunk}. The first {one.most} actions are past when "
+                "they arrive, as many more are executed while the next decision is computed, and that begins at most "
+                f"policy.chunk env steps later. {most}, or policy.chunk to at least {one.most} for a policy that "
+                f"predicts at least {2 * one.most} actions"
+            )
+    # A decision begins when as many actions are left as the delay, if not before.
+    return tuple(replace(one, interval=min(policy.chunk, predicted - one.most)) for one in delays)
 
 
 def _perturbations(config: Config, task: str) -> tuple[Perturbation, ...]:
@@ -594,13 +683,14 @@ def as_data(protocol: Protocol) -> dict[str, Any]:
 
 
 def _as_dict(protocol: Protocol) -> dict[str, Any]:
-    """The protocol's fields; without an instruction where each task has its own, without perturbations where there are
-    none, and without attempts where there is one."""
+    """The protocol's fields; without an instruction where each task has its own, without perturbations and delays where
+    there are none, and without attempts where there is one."""
     absent = [
         name
         for name, there in (
             ("instruction", protocol.instruction is not None),
             ("perturbations", protocol.perturbations),
+            ("delays", protocol.delays),
             ("attempts", protocol.attempts > 1),
         )
         if not there

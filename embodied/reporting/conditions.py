@@ -1,4 +1,7 @@
-"""Results under perturbations on the page: success by level, a curve for each axis, and a table."""
+"""Results under perturbations or delays on the page: success by level, a curve for each axis, and a table.
+
+Of a delay the axis is the method and the level its env steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ Rate = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class ConditionResult:
-    """Result of the episodes of one axis and level; level 0 of every axis is the unperturbed ones'."""
+    """Result of the episodes of one axis and level; level 0 of every axis is the unperturbed ones', or those without a
+    delay."""
 
     axis: str
     level: int
@@ -31,6 +35,15 @@ class ConditionResult:
     difference: Rate | None = None
     """From the unperturbed episodes."""
     p_value: float | None = None
+    delay: bool = False
+    """True if episodes are repeated under delays."""
+
+    @property
+    def name(self) -> str:
+        """The condition for people."""
+        if self.level == 0 and self.difference is None:
+            return "no delay (wait)" if self.delay else "unperturbed"
+        return f"{self.curve}, {_steps(self.level)}" if self.delay else f"{self.curve}, level {self.level}"
 
     @property
     def curve(self) -> str:
@@ -45,7 +58,8 @@ def read_conditions(result: Mapping[str, Any]) -> list[ConditionResult]:
         raise ValueError("its conditions are no list, or too many")
     if not rows or "success_rate" not in result:
         return []
-    return [_condition({**result, "axis": "unperturbed", "level": 0, "from_step": 0}), *map(_condition, rows)]
+    kind = {"kind": rows[0].get("kind")}
+    return [_condition({**result, **kind, "axis": "unperturbed", "level": 0, "from_step": 0}), *map(_condition, rows)]
 
 
 def _condition(row: Mapping[str, Any]) -> ConditionResult:
@@ -59,11 +73,17 @@ def _condition(row: Mapping[str, Any]) -> ConditionResult:
         if not all(-1 <= number <= 1 for number in difference):
             raise ValueError(f"a difference of {difference}")
     p_value = float(row["p_value"]) if "p_value" in row else None
-    return ConditionResult(str(row["axis"])[:LONGEST_NAME], level, step, episodes, success, difference, p_value)
+    axis, delay = str(row["axis"])[:LONGEST_NAME], row.get("kind") == "delay"
+    return ConditionResult(axis, level, step, episodes, success, difference, p_value, delay)
+
+
+def _steps(count: int) -> str:
+    return f"{count} env step{'s' if count > 1 else ''}"
 
 
 def success_by_level(results: Sequence[ConditionResult], width: int = 420, height: int = 230) -> str:
-    """SVG of success by level, a curve for each axis from the unperturbed episodes on; the bands are 95% intervals."""
+    """SVG of success by level or delay, a curve for each axis from the episodes without on; the bands are 95%
+    intervals."""
     begin, *others = results
     names = list(dict.fromkeys(one.curve for one in others))
     levels = sorted({0, *(one.level for one in others)})
@@ -80,11 +100,11 @@ def success_by_level(results: Sequence[ConditionResult], width: int = 420, heigh
                 end=name,
             )
         )
-    heads = ["unperturbed" if level == 0 else f"level {level}" for level in levels]
+    heads = [begin.name if level == 0 else _steps(level) if begin.delay else f"level {level}" for level in levels]
     return charts.lines(
         [float(level) for level in levels],
         curves,
-        "level of the perturbation",
+        "delay in env steps" if begin.delay else "level of the perturbation",
         heads,
         width=width,
         height=height,
@@ -95,7 +115,7 @@ def success_by_level(results: Sequence[ConditionResult], width: int = 420, heigh
 
 def condition_cells(one: ConditionResult) -> tuple[str, ...]:
     """Cells of a table on the page: condition, success, difference, p-value, episodes."""
-    what = "unperturbed" if one.difference is None and one.level == 0 else f"{one.curve}, level {one.level}"
+    what = one.name
     rate, low, high = one.success
     success = f"{charts.percent(rate)} <small>{charts.percent(low)} to {charts.percent(high)}</small>"
     if one.difference is None or one.p_value is None:

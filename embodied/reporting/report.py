@@ -308,14 +308,18 @@ def _untouched(run: RunFolder) -> bool:
 
 
 def _perturbed(run: RunFolder) -> str:
-    """Success by axis and level; empty where no episode was perturbed."""
+    """Success by axis and level, or by method and delay; empty where no episode was perturbed or delayed."""
     if not run.conditions:
         return ""
-    names = ("perturbed by", "success once", "difference, points", "p", "episodes")
+    delay = run.conditions[0].delay
+    names = ("delay" if delay else "perturbed by", "success once", "difference, points", "p", "episodes")
     rows = table(names, map(condition_cells, run.conditions))
     lead = "Each perturbation repeats the unperturbed episodes; differences are paired. Bands are 95% intervals."
-    chart = grid("two", [card("Success by level", success_by_level(run.conditions))])
-    return section("Under perturbations", chart + rows, lead)
+    if delay:
+        lead = "Each delay repeats the episodes without one; differences are paired. Bands are 95% intervals."
+    title = "Success by delay" if delay else "Success by level"
+    chart = grid("two", [card(title, success_by_level(run.conditions))])
+    return section("Under delays" if delay else "Under perturbations", chart + rows, lead)
 
 
 def _evaluation_cells(item: Evaluation, measure: Measure) -> tuple[object, ...]:

@@ -62,14 +62,17 @@ def trained_on(starts: Mapping[str, Any]) -> str:
 
 
 def _conditions(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each axis and level; the rows above are of the unperturbed episodes."""
+    """A row for each axis and level, or method and delay; the rows above are of the episodes without."""
+    delay = conditions[0].get("kind") == "delay"
+    by = "delay, env steps" if delay else "perturbed by"
     if "difference" not in conditions[0]:
         rows = [
             (_named(row), f"{row['return']:.3f}", f"{row['return_low']:.3f} to {row['return_high']:.3f}")
             for row in conditions
         ]
-        return table(("perturbed by", "return", "95% interval"), rows)
-    head = ("perturbed by", *_SUCCESS[:2], "difference, points", "95% interval", "p", "only perturbed", "only without")
+        return table((by, "return", "95% interval"), rows)
+    only = "only delayed" if delay else "only perturbed"
+    head = (by, *_SUCCESS[:2], "difference, points", "95% interval", "p", only, "only without")
     rows = [
         (
             _named(row),
@@ -81,9 +84,10 @@ def _conditions(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         for row in conditions
     ]
+    what, which = ("delay", "the episodes without a delay") if delay else ("perturbation", "the unperturbed episodes")
     said = (
-        "The tables above are of the unperturbed episodes. Under each perturbation the same episodes are repeated: "
-        "difference from those without, with Tango's interval for paired proportions and McNemar's exact test."
+        f"The tables above are of {which}. Under each {what} the same episodes are repeated: difference from those "
+        "without, with Tango's interval for paired proportions and McNemar's exact test."
     )
     return [*table(head, rows), "", said]
 

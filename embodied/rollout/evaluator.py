@@ -19,25 +19,26 @@ import hashlib
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from embodied import progress
-from embodied.config.schema import Config
-from embodied.devices import decide, predict
+from embodied.config.schema import Config, DelayMethod
+from embodied.devices import continue_chunk, decide, predict
 from embodied.rollout.environment_groups import EnvironmentGroup, groups_of, next_group
-from embodied.rollout.temporal_ensemble import TemporalEnsemble
+from embodied.rollout.executed_chunks import COEFFICIENT, REAL_TIME, Delayed, ExecutedChunks, measured_delay
 from embodied.statistics import latency_percentiles, mean_interval, wilson
 from embodied.trajectories.batch import EpisodeSums, to_inputs
 from embodied.trajectories.random_streams import DISTURBANCE, EVALUATION, SamplingNoise
 from embodied.workflows.context import make_policy
-from policies.capabilities import Ensembles
+from policies.capabilities import Ensembles, LeftOver, Predicts
 from policies.contract import Inputs, Policy, PolicyError, PolicySpec
 from policies.registry import policy_kind
 from sim_farm.client.farm import Farm, FarmAddress, WorkerTimeout
@@ -147,15 +148,17 @@ class Evaluator:
         self._make, self._reads, self._seed, self._greedy = make, tuple(reads), seed, greedy
         self._instruction, self._disturbance = instruction, disturbance
         self._policy: Policy | None = None
+        self._sizes: PolicySpec | None = None
         self._task: _Task | None = None
         self._times = DecisionTimes()
 
-    def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress) -> None:
-        """Begin the next task, whose farm has listed episodes. Raises `PolicyError` if the policy does not fit it."""
+    def begin(self, name: str, sizes: PolicySpec, farm: Farm | FarmAddress, delayed: Delayed | None = None) -> None:
+        """Begin the next task, whose farm has listed episodes and takes a chunk for each interval of decisions. Raises
+        `PolicyError` if the policy does not fit it."""
         torch.set_num_threads(1)
-        if self._policy is None or self._policy.spec != sizes:
+        if self._policy is None or self._sizes != sizes:
             try:
-                self._policy = self._make(sizes)
+                self._policy, self._sizes = self._make(sizes), sizes
             except PolicyError as error:
                 advice = "; name tasks of the sizes it was trained on in eval.tasks" if self._policy is not None else ""
                 raise PolicyError(f"{name}: {error}{advice}") from error
@@ -169,6 +172,7 @@ class Evaluator:
             self._instruction,
             self._disturbance,
             self._times,
+            delayed,
         )
 
     def advance(self, budget_s: float, deadline_s: float) -> list[EpisodeResult]:
@@ -176,10 +180,11 @@ class Evaluator:
         assert self._task is not None, "begin a task first"
         return self._task.advance(budget_s, deadline_s)
 
-    def decision_times(self) -> dict[str, float]:
-        """Number of decisions so far, percentiles of their latency, the share of the episodes' time that they took, and
-        that time in seconds."""
-        return self._times.as_data()
+    def decision_times(self, control_hz: float) -> dict[str, float | str]:
+        """Number of decisions so far, percentiles of their latency, the share of the episodes' time that they took,
+        that time in seconds, and the delay that they would have at this rate of env steps, as `eval.delay` takes it."""
+        delay = measured_delay(self._times.latencies_s, control_hz)
+        return {**self._times.as_data(), "control_hz": control_hz, "delay": delay}
 
     def end(self) -> None:
         """Detach from the task's farm; its creator closes it."""
@@ -202,6 +207,7 @@ class _Task:
         instruction: str | None,
         disturbance: float,
         times: DecisionTimes,
+        delayed: Delayed | None,
     ) -> None:
         self._times = times
         self._name, self._policy, self._reads, self._greedy = name, policy, reads, greedy
@@ -212,8 +218,9 @@ class _Task:
         assert isinstance(episodes, ListedEpisodes)
         self._episodes = episodes
         self._noise = SamplingNoise(seed, policy.noise_dim, EVALUATION)
-        self._disturbances = SamplingNoise(seed, policy.spec.chunk * policy.spec.action_dim, DISTURBANCE)
-        self._key = zlib.crc32(name.encode())
+        self._interval = self._farm.specs[0].chunk
+        self._disturbances = SamplingNoise(seed, self._interval * policy.spec.action_dim, DISTURBANCE)
+        self._seed, self._key = seed, zlib.crc32(name.encode())
         num_envs = self._farm.specs[0].num_envs
         self._sums = EpisodeSums(num_envs)
         self._executed: list[list[Float32]] = [[] for _ in range(num_envs)]
@@ -222,10 +229,13 @@ class _Task:
         """The same chunks as the policy decided, where noise was added."""
         self._begun = [""] * num_envs
         """Digest of the first observation of each environment's episode."""
+        self._delayed = delayed
         self._ensemble = policy.ensemble if isinstance(policy, Ensembles) else None
         """Coefficient with which predictions of several decisions are averaged."""
-        self._ensembles: dict[int, TemporalEnsemble] = {}
-        """Decisions of each environment's episode, where predictions are averaged."""
+        if delayed is not None:
+            self._ensemble = COEFFICIENT if delayed.method == "ensemble" else None
+        self._chunks: dict[int, ExecutedChunks] = {}
+        """Decisions of each environment's episode, where more than the last one decides what is executed."""
         self._groups = groups_of(self._farm)
         self._threads = ThreadPoolExecutor(len(self._groups), "decisions") if policy_kind(policy.kind).waits else None
         self._deciding: dict[int, _Deciding] = {}
@@ -283,31 +293,51 @@ class _Task:
         for row in np.flatnonzero(seen.active & (seen.episode_step == 0)).tolist():
             env = int(seen.envs[row])
             self._begun[env] = _digest(seen, row)
-            if self._ensemble is not None:
-                self._ensembles[env] = TemporalEnsemble(self._ensemble)
+            self._chunks[env] = ExecutedChunks(self._interval, self._ensemble)
         if self._instruction is not None:
             inputs = replace(inputs, instruction=(self._instruction,) * len(seen.active))
+        rows = np.arange(len(seen.active))
         if not seen.active.all():  # resting rows repeat one that has an episode: see the module's docstring
-            rows = np.where(seen.active, np.arange(len(seen.active)), np.argmax(seen.active))
+            rows = np.where(seen.active, rows, np.argmax(seen.active))
             inputs = inputs.rows(torch.from_numpy(rows))
+        left = self._left_over(seen.envs[rows])
         noise = None if self._greedy else torch.from_numpy(self._draw(seen, self._noise))
         group.decided += 1
         begun = self._times.begin()
         if self._threads is not None:
-            action = self._threads.submit(self._timed, inputs, noise)
+            action = self._threads.submit(self._timed, inputs, noise, left)
             self._deciding[group.number] = _Deciding(seen, begun, action)
             action.add_done_callback(lambda _: self._farm.ring_client())
             return
         action = Future[tuple[Float32, float]]()
-        action.set_result(self._timed(inputs, noise))
+        action.set_result(self._timed(inputs, noise, left))
         self._deciding[group.number] = _Deciding(seen, begun, action)
         self._submit(group.number)
 
-    def _timed(self, inputs: Inputs, noise: torch.Tensor | None) -> tuple[Float32, float]:
-        """[n, C, A] chunks, or all [n, P, A] predictions where these are averaged, and the time."""
+    def _timed(self, inputs: Inputs, noise: torch.Tensor | None, left: LeftOver | None) -> tuple[Float32, float]:
+        """[n, C, A] chunks, or all [n, P, A] predictions where these are averaged or continue the last chunk, and the
+        time."""
         policy = self._policy
-        said = decide(policy, inputs, noise).chunk if self._ensemble is None else predict(policy, inputs, noise)
+        if left is not None:
+            said = continue_chunk(policy, inputs, noise, left)
+        elif (self._ensemble is not None or self._delayed is not None) and isinstance(policy, Predicts):
+            said = predict(policy, inputs, noise)
+        else:
+            said = decide(policy, inputs, noise).chunk
         return said.numpy(), time.monotonic()
+
+    def _left_over(self, envs: npt.NDArray[np.int64]) -> LeftOver | None:
+        """What is left of the last decisions of these environments [n], for a decision that continues it."""
+        if self._delayed is None or self._delayed.method not in REAL_TIME:
+            return None
+        kept = [self._chunks[env].left_over for env in envs.tolist()]
+        steps = max((len(one) for one in kept if one is not None), default=0)
+        actions = np.zeros((len(kept), steps, self._policy.spec.action_dim), np.float32)
+        for row, one in enumerate(kept):
+            if one is not None:
+                actions[row] = one
+        there = torch.tensor([one is not None for one in kept])
+        return LeftOver(torch.from_numpy(actions), there, self._delayed.most, self._delayed.method == "rtc")
 
     def _submit(self, number: int) -> None:
         """Let the group execute what was decided. The chunks are kept until their episodes end."""
@@ -315,8 +345,8 @@ class _Task:
         decided, ended = deciding.action.result()
         self._times.end(deciding.begun, ended)
         seen = deciding.seen
-        if self._ensemble is not None:
-            decided = self._averaged(seen, decided)
+        if self._ensemble is not None or self._delayed is not None:
+            decided = self._executed_of(seen, decided)
         executed = decided
         if self._disturbance:
             noise = self._draw(seen, self._disturbances).reshape(decided.shape)
@@ -328,21 +358,34 @@ class _Task:
                 self._decided[env].append(decided[row])
         self._farm.submit(number, executed)
 
-    def _averaged(self, seen: Observations, predicted: Float32) -> Float32:
-        """[n, 1, A] actions of the env step, of the decisions [n, P, A] of its environments and their earlier ones."""
-        actions = predicted[:, :1].copy()
-        for row in np.flatnonzero(seen.active).tolist():
-            actions[row, 0] = self._ensembles[int(seen.envs[row])].action(predicted[row])
+    def _executed_of(self, seen: Observations, predicted: Float32) -> Float32:
+        """[n, s, A] actions of the next env steps, of the decisions [n, P, A] of its environments and their earlier
+        ones."""
+        delayed, rows = self._delayed, np.flatnonzero(seen.active)
+        if delayed is not None and predicted.shape[1] < self._interval + delayed.most:
+            raise PolicyError(
+                f"the policy {self._policy.kind} predicts {predicted.shape[1]} actions, and a delay of {delayed.most} "
+                f"env steps needs {self._interval + delayed.most}: set eval.delay or policy.chunk to less"
+            )
+        actions = predicted[:, : self._interval].copy()
+        for row, trial in zip(rows.tolist(), self._trials(seen, rows), strict=True):
+            delay = 0
+            if delayed is not None:
+                delay = delayed.drawn(self._seed, self._key, trial, int(seen.episode_step[row]))
+            actions[row] = self._chunks[int(seen.envs[row])].execute(predicted[row], delay)
         return actions
 
     def _draw(self, seen: Observations, noise: SamplingNoise) -> Float32:
         """Noise keyed by (seed, task, trial, env step), so that it does not depend on the rows of trials. A trial that
         repeats another has its noise."""
-        trial, unperturbed = self._episodes.trial, self._episodes.unperturbed
-        trials = np.array(
-            [unperturbed(trial(e, k)) for e, k in zip(seen.envs.tolist(), seen.episode.tolist(), strict=True)]
-        )
+        trials = np.array(self._trials(seen, np.arange(len(seen.envs))))
         return noise.draw(trials, np.full_like(trials, self._key), seen.episode_step)
+
+    def _trials(self, seen: Observations, rows: npt.NDArray[np.int64]) -> list[int]:
+        """Trials of these rows, each by the one that it repeats."""
+        trial, unperturbed = self._episodes.trial, self._episodes.unperturbed
+        pairs = zip(seen.envs[rows].tolist(), seen.episode[rows].tolist(), strict=True)
+        return [unperturbed(trial(env, episode)) for env, episode in pairs]
 
     def _ended(self, group: EnvironmentGroup, seen: Observations) -> list[EpisodeResult]:
         """The episodes that ended with these observations."""
@@ -379,7 +422,7 @@ class _Deciding:
     seen: Observations
     begun: float
     action: Future[tuple[Float32, float]]
-    """[n, C, A] chunks, or [n, P, A] predictions that are averaged, and the time at which they were complete."""
+    """[n, C, A] chunks, or all [n, P, A] predictions, and the time at which they were complete."""
 
 
 def _digest(seen: Observations, row: int) -> str:
@@ -450,7 +493,12 @@ def success_of(outcomes: Sequence[EpisodeOutcome]) -> dict[str, float]:
 
 
 def make_evaluator(
-    config: Config, spec: PolicySpec, farm: Farm | FarmAddress, checkpoint: Path | None, disturbance: float = 0.0
+    config: Config,
+    spec: PolicySpec,
+    farm: Farm | FarmAddress,
+    checkpoint: Path | None,
+    disturbance: float = 0.0,
+    delayed: Delayed | None = None,
 ) -> Evaluator:
     """An evaluator that has begun the configuration's task. `disturbance`: see `Evaluator`."""
     evaluator = Evaluator(
@@ -461,5 +509,21 @@ def make_evaluator(
         config.eval.instruction,
         disturbance,
     )
-    evaluator.begin(config.env.task, spec, farm)
+    evaluator.begin(config.env.task, spec, farm, delayed)
     return evaluator
+
+
+def predicted_by(config: Config) -> int:
+    """Number of actions that a decision of the configuration's policy predicts."""
+    policy = config.policy
+    return policy.horizon or policy_kind(policy.kind).format.predicts(policy.architecture) or policy.chunk
+
+
+def methods_of(kind: str, architecture: Mapping[str, Any]) -> tuple[DelayMethod, ...]:
+    """The methods under a delay that a policy with these options can have."""
+    found = policy_kind(kind)
+    averaged: tuple[DelayMethod, ...] = () if found.chooses else ("ensemble",)
+    continued: tuple[DelayMethod, ...] = ()
+    if found.format.continues(architecture):
+        continued = ("rtc", "rtc_lerobot")
+    return ("naive", *averaged, *continued)

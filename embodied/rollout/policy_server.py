@@ -9,8 +9,12 @@ A request to a policy of K > 1 observations has an axis K in each array, the old
 observation instead where requests are known to be an env step apart, because each answer is of one action, and where
 the client says at which of them an episode begins (`EPISODE_START`): the server then keeps what the connection showed.
 
+A request with a left-over (`LEFT_OVER`) is answered with all actions that the decision predicts, in agreement with what
+the client has left of its last chunk: real-time chunking. It is computed alone.
+
 At the path /vla-eval the same port speaks the protocol of vla-evaluation-harness (`embodied.rollout.vla_eval`). Beside
-the websockets it answers GET /healthz and /health, and GET /metrics with counts and latencies as JSON.
+the websockets it answers GET /healthz and /health, and GET /metrics with counts and latencies as JSON; GET
+/metrics?hz=20 also with the delay in env steps at that rate, as `eval.delay` takes it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 import time
 from collections import deque
@@ -36,17 +41,19 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from embodied.devices import decide
+from embodied.devices import continue_chunk, decide, predict
 from embodied.errors import UserError, shown
 from embodied.rollout import vla_eval
+from embodied.rollout.executed_chunks import measured_delay
 from embodied.rollout.loaded_policy import LoadedPolicy, ObservedEpisode, rows_of
 from embodied.statistics import latency_percentiles
 from embodied.trajectories.batch import join_inputs
 from embodied.trajectories.random_streams import SERVING, generator
+from policies.capabilities import LeftOver, Predicts, RealTimeChunks
 from policies.contract import Inputs, PolicyError
 from policies.remote.keys import CAMERA, keys_of
 from policies.remote.messages import LARGEST, pack, unpack
-from policies.remote.policy import EXTENSION, NOISE
+from policies.remote.policy import DELAY, EXTENSION, JACOBIAN, LEFT_OVER, NOISE, THERE
 from policies.resampling import fit_square
 
 EPISODE_START = "embodied/episode_start"
@@ -86,6 +93,8 @@ class _Request:
     """[B, Z]; None: the mode is asked for."""
     single: bool
     """True if it may be decided in a batch with others."""
+    left: LeftOver | None
+    """Left-over of its client's last chunk, where all that is predicted is asked for."""
     answer: asyncio.Future[np.ndarray]
 
 
@@ -167,6 +176,8 @@ class PolicyServer:
                 "action_dim": spec.action_dim,
                 "chunk": spec.chunk,
                 **history,
+                "predicted": spec.predicted,
+                "continues": isinstance(self._loaded.policy, RealTimeChunks),
                 "noise_dim": self._loaded.policy.noise_dim,
                 "rows": self._rows,
                 "sample": self._sample,
@@ -236,7 +247,8 @@ class PolicyServer:
                 if starts:
                     episode = self._loaded.begin_episode()
                 inputs, batched = self._inputs(observation, episode, starts)
-                chunks = await self._decided(inputs, self._noise(observation, message, asked, inputs), not batched)
+                noise, left = self._noise(observation, message, asked, inputs), self._left_over(observation, inputs)
+                chunks = await self._decided(inputs, noise, not batched and left is None, left)
                 actions = chunks if batched else chunks[0]
             except (UserError, PolicyError) as error:
                 self._times.refused += 1
@@ -307,10 +319,12 @@ class PolicyServer:
         self._times.latencies_s.append(latency_s)
         return latency_s
 
-    async def _decided(self, inputs: Inputs, noise: Tensor | None, single: bool) -> np.ndarray:
-        """Action chunks [B, C, A]. Raises `PolicyError`."""
+    async def _decided(
+        self, inputs: Inputs, noise: Tensor | None, single: bool, left: LeftOver | None = None
+    ) -> np.ndarray:
+        """Action chunks [B, C, A]; with a left-over all predicted actions [B, P, A]. Raises `PolicyError`."""
         answer: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(inputs, noise, single, answer))
+        self._waiting.append(_Request(inputs, noise, single, left, answer))
         self._arrived.set()
         return await answer
 
@@ -391,6 +405,34 @@ class PolicyServer:
         drawn = generator(SERVING, self._seed, digest, asked, 0).standard_normal((rows, size), np.float32)
         return torch.from_numpy(drawn)
 
+    def _left_over(self, observation: Mapping[str, Any], inputs: Inputs) -> LeftOver | None:
+        """What the client has left of its last chunk; None: it asks for a chunk. Raises `UserError`."""
+        if LEFT_OVER not in observation:
+            return None
+        policy, rows = self._loaded.policy, rows_of(inputs)
+        sent, there = observation[LEFT_OVER], observation.get(THERE, np.ones(rows, np.bool_))
+        delay, jacobian, most = observation.get(DELAY, 0), observation.get(JACOBIAN, True), policy.spec.predicted
+        size = policy.spec.action_dim
+        if isinstance(sent, np.ndarray) and sent.ndim == 2:
+            sent = sent[None]
+        if not isinstance(sent, np.ndarray) or sent.dtype != np.float32 or sent.shape[::2] != (rows, size):
+            got = f"{getattr(sent, 'dtype', type(sent).__name__)} {shown(getattr(sent, 'shape', sent))}"
+            raise UserError(f"{LEFT_OVER} is float32 {[rows, 'L', size]}, or {['L', size]} of one row, got {got}")
+        if not np.isfinite(sent).all():
+            raise UserError(f"{LEFT_OVER} has a number that is not finite")
+        if not isinstance(there, np.ndarray) or there.dtype != np.bool_ or there.shape != (rows,):
+            raise UserError(f"{THERE} is bool {[rows]}, got {shown(there)}")
+        if type(delay) is not int or not 0 <= delay <= most or type(jacobian) is not bool:
+            raise UserError(
+                f"{DELAY} is a number of env steps of 0 to {most}, the actions that a decision predicts, and "
+                f"{JACOBIAN} true or false; got {shown(delay)} and {shown(jacobian)}"
+            )
+        if sent.shape[1] and not isinstance(policy, RealTimeChunks):
+            raise UserError(
+                f"the policy {policy.kind} continues no chunk: send {LEFT_OVER} without actions, or leave it out"
+            )
+        return LeftOver(torch.from_numpy(sent.copy()), torch.from_numpy(there.copy()), delay, jacobian)
+
     # --- decisions
 
     async def _decide_all(self) -> None:
@@ -431,8 +473,14 @@ class PolicyServer:
             rows = [*range(len(batch)), *([0] * (self._rows - len(batch)))]
             inputs = join_inputs([request.inputs for request in batch], torch.tensor(rows))
             noise = None if noise is None else torch.cat([r.noise for r in batch if r.noise is not None])[rows]
+        policy, left = self._loaded.policy, batch[0].left
         with torch.no_grad():
-            chunk = decide(self._loaded.policy, inputs, noise).chunk.numpy()
+            if left is not None and isinstance(policy, RealTimeChunks):
+                chunk = continue_chunk(policy, inputs, noise, left).numpy()
+            elif left is not None and isinstance(policy, Predicts):
+                chunk = predict(policy, inputs, noise).numpy()
+            else:
+                chunk = decide(policy, inputs, noise).chunk.numpy()
         if not np.isfinite(chunk).all():
             raise PolicyError("its actions are not finite")
         self._times.computing_s.append(time.monotonic() - begin)
@@ -444,8 +492,11 @@ class PolicyServer:
         """/healthz, /health and /metrics; every other path is a websocket's."""
         if request.path in ("/healthz", "/health"):
             return client.respond(HTTPStatus.OK, "OK\n")
-        if request.path == "/metrics":
-            body = (json.dumps(self.latencies) + "\n").encode()
+        path, _, query = request.path.partition("?")
+        if path == "/metrics":
+            rate = re.fullmatch(r"hz=([0-9]{1,5}(?:\.[0-9]{1,5})?)", query, re.ASCII)
+            delay = {} if rate is None else {"delay": measured_delay(self._times.latencies_s, float(rate[1]))}
+            body = (json.dumps({**self.latencies, **delay}) + "\n").encode()
             headers = Headers(
                 {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
             )

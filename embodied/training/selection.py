@@ -50,7 +50,7 @@ def selection_protocol(config: Config) -> Protocol:
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
     seed, trials = config.seed ^ OTHER_SEEDS, min(config.eval.episodes or MOST_TRIALS, MOST_TRIALS)
     one = replace(protocol, name=None, trials=trials, seed=seed, init_states=None, env_seed=None)
-    return replace(one, seeding="each", unseeded_resets=0, perturbations={})
+    return replace(one, seeding="each", unseeded_resets=0, perturbations={}, delays=())
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-SAMPLING, PERMUTATION, EVALUATION, IMITATION, CLASSIFICATION, DISTURBANCE, SERVING, AUGMENTATION = range(8)
+SAMPLING, PERMUTATION, EVALUATION, IMITATION, CLASSIFICATION, DISTURBANCE, SERVING, AUGMENTATION, DELAY = range(9)
 """Last word of the counter: what the numbers are for."""
 BLOCK = 16
 """Decisions whose noise is drawn at once; making a generator costs more than drawing from it."""

@@ -36,6 +36,11 @@ class ActFormat(NetworkFormat):
             )
         return found
 
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        source = self.source(architecture)
+        known = checked(source.folder / CONFIG, ActConfig, source.config).chunk_size
+        return known if not source.is_new or "chunk_size" in source.config else None
+
     def ensemble(self, architecture: Mapping[str, Any], chunk: int) -> float | None:
         source = self.source(architecture)
         config = checked(source.folder / CONFIG, ActConfig, source.config)

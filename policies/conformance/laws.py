@@ -18,7 +18,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import policies
 from policies import Action, Evaluation, Inputs, Policy, PolicySpec
-from policies.capabilities import GathersInGroups, Imitates, Observes, Precomputes, earlier_actions
+from policies.capabilities import (
+    GathersInGroups,
+    Imitates,
+    LeftOver,
+    Observes,
+    Precomputes,
+    Predicts,
+    RealTimeChunks,
+    earlier_actions,
+)
 from policies.conformance.reporting import NotApplicable
 from policies.contract import actor_parameters
 from policies.registry import policy_kind
@@ -387,6 +396,39 @@ def law_imitation_brings_the_mode_to_the_demonstrations(
     assert after < tolerance, f"the mode was {before:.3f} from the demonstrations, after {steps} steps {after:.3f}"
 
 
+def law_predictions_begin_with_the_chunk(policy: Policy, inputs: Inputs) -> None:
+    """`predict` returns all actions of the decision of `act`, those of the chunk first."""
+    if not isinstance(policy, Predicts):
+        raise NotApplicable("the policy predicts no more than it executes")
+    rows, spec = _rows(inputs), policy.spec
+    for noise in (None, random_noise(policy, rows, 1)):
+        found = policy.predict(inputs, noise)
+        shape = (rows, spec.predicted, spec.action_dim)
+        assert found.shape == shape, f"predict gives {list(found.shape)}, must be {list(shape)}"
+        assert found.dtype == torch.float32 and not found.requires_grad
+        chunk = policy.act(inputs, noise).chunk
+        _assert_same({"chunk": chunk}, {"chunk": found[:, : spec.chunk]}, ROWS_TOLERANCE, "the beginning of predict")
+
+
+def law_a_chunk_continues_what_is_left(policy: Policy, inputs: Inputs) -> None:
+    """`continue_chunk` comes nearer to the left-over of the rows that have one, and decides for others as `act` does.
+    Parameters have no gradient afterwards."""
+    if not isinstance(policy, RealTimeChunks):
+        raise NotApplicable("the policy continues no chunk")
+    rows, chunk = _rows(inputs), policy.spec.chunk
+    noise = random_noise(policy, rows, 1)
+    plain = policy.act(inputs, noise).chunk
+    there = torch.arange(rows) % 2 == 0
+    left = plain.roll(1, 0)
+    for jacobian in (True, False):
+        found = policy.continue_chunk(inputs, noise, LeftOver(left, there, chunk, jacobian))[:, :chunk]
+        assert found.dtype == torch.float32 and not found.requires_grad
+        _assert_same({"chunk": plain[~there]}, {"chunk": found[~there]}, ROWS_TOLERANCE, "rows without a left-over")
+        before, after = ((x - left)[there].square().mean() for x in (plain, found))
+        assert after < before, f"the left-over is missed by {float(after):.3g}, without guidance by {float(before):.3g}"
+    assert all(p.grad is None for p in policy.parameters()), "a gradient was left in a parameter"
+
+
 Law = Callable[[Policy, Inputs], None]
 LAWS: list[Law] = [
     law_shapes_and_dtypes,
@@ -404,6 +446,8 @@ LAWS: list[Law] = [
     law_log_prob_is_the_density_that_act_samples,
     law_all_is_computed_on_the_policys_device,
     law_what_shards_names_is_used_by_being_called,
+    law_predictions_begin_with_the_chunk,
+    law_a_chunk_continues_what_is_left,
 ]
 IMITATION_LAWS: list[Callable[..., None]] = [
     law_imitation_is_a_loss_for_each_row,

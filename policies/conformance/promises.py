@@ -6,6 +6,7 @@ from policies.capabilities import Imitates
 from policies.conformance.laws import (
     IMITATION_LAWS,
     Law,
+    law_a_chunk_continues_what_is_left,
     law_act_leaves_no_graph,
     law_all_is_computed_on_the_policys_device,
     law_global_generators_are_untouched,
@@ -14,6 +15,7 @@ from policies.conformance.laws import (
     law_mode_is_deterministic,
     law_noise_decides,
     law_observe_changes_buffers_only,
+    law_predictions_begin_with_the_chunk,
     law_rows_are_independent,
     law_saved_policy_is_the_policy,
     law_scores_agree,
@@ -62,6 +64,11 @@ PROMISES = (
         (law_all_is_computed_on_the_policys_device, law_what_shards_names_is_used_by_being_called),
         "a GPU refuses to compute or waits for the host at every decision, and ranks cannot hold shards: policy.device "
         "stays cpu, optim.sharding none",
+    ),
+    Promise(
+        "more than a chunk: predictions, and what is left of the last one",
+        (law_predictions_begin_with_the_chunk, law_a_chunk_continues_what_is_left),
+        "evaluations under a delay execute other actions than the policy's, and average other predictions",
     ),
     Promise(
         "imitation: demonstrations are learned",

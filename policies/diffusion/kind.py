@@ -21,6 +21,11 @@ class DiffusionFormat(NetworkFormat):
         source = self.source(architecture)
         return checked(source.folder / CONFIG, DiffusionConfig, source.config).n_obs_steps, 1
 
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        source = self.source(architecture)
+        known = checked(source.folder / CONFIG, DiffusionConfig, source.config).predicted
+        return known if not source.is_new or "horizon" in source.config else None
+
     def left_out_rows(self, architecture: Mapping[str, Any]) -> int:
         source = self.source(architecture)
         own = checked(source.folder / CONFIG, DiffusionConfig, source.config).drop_n_last_frames

@@ -147,6 +147,11 @@ class DiffusionPolicy(NetworkPolicy):
         log_prob = self._log_prob(scored["x_next"], mean, scored["step"])
         return Action(self._actions(self._executed(said), inputs), log_prob, self._value_of(condition), scored)
 
+    @torch.no_grad()
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        said, *_ = self._denoised(self._condition(inputs), noise)
+        return self._actions(said[:, self.earlier_actions :], inputs)
+
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         condition, step = self._condition(inputs), trace["step"]
         predicted = self.network.unet(trace["x"], self.denoising.times[step], condition)

@@ -18,7 +18,8 @@ from policies.transforms import Transforms
 
 INCIDENTAL = frozenset(
     {"checkpoint", "adapter", "any_base", "steps", "noise_level", "start_noise", "scored", "step_reduction",
-     "noise_bounds", "train", "critic_trains_network", "cache_prefix", "spec.chunk", "spec.horizon"}
+     "noise_bounds", "rtc_schedule", "rtc_guidance", "train", "critic_trains_network", "cache_prefix", "spec.chunk",
+     "spec.horizon"}
 )  # fmt: skip
 """Options that no saved weight depends on."""
 
@@ -53,6 +54,9 @@ class FlowVLAFormat(PolicyFormat):
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
+
+    def continues(self, architecture: Mapping[str, Any]) -> bool:
+        return True
 
     def contrasts(self, architecture: Mapping[str, Any]) -> bool:
         return architecture.get("scored", "one") in PICKING

@@ -12,6 +12,7 @@ import torch
 from policies.checkpoint_folders import DescribedFolders
 from policies.contract import PolicyError
 from policies.files import CONFIG, shown
+from policies.flow_vla.real_time import SCHEDULES
 from policies.layers import checked_widths
 from policies.transforms import Transforms
 
@@ -48,6 +49,10 @@ class FlowVLAOptions:
     """For the last four see `policies.denoising.Denoising`."""
     noise_bounds: Sequence[float] = (0.08, 0.16)
     """Least and greatest standard deviation that `scored: learned` may learn."""
+    rtc_schedule: str = "exp"
+    """Real-time chunking's weights between the delay and the left-over's end: exp, linear, ones or zeros."""
+    rtc_guidance: float = 5.0
+    """Its largest guidance weight."""
     cache_prefix: bool = True
     """True: where the vision-language model is frozen, an update takes its keys and values from `precompute`."""
     dtype: str = "float32"
@@ -62,7 +67,11 @@ class FlowVLAOptions:
     value_widths: Sequence[int] = (512, 128)
     """Widths of the value head's hidden layers."""
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"critic": ("prefix", "suffix"), "dtype": tuple(DTYPES)}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "critic": ("prefix", "suffix"),
+        "dtype": tuple(DTYPES),
+        "rtc_schedule": SCHEDULES,
+    }
     """Texts that an option takes."""
     name: ClassVar[str] = ""
     """The policy's, in messages."""
@@ -75,6 +84,8 @@ class FlowVLAOptions:
             raise PolicyError(
                 f"{self.name}'s steps must be a whole number of integration steps, got {shown(self.steps)}"
             )
+        if not self.rtc_guidance > 0:
+            raise PolicyError(f"{self.name}'s rtc_guidance must be above 0, got {self.rtc_guidance:g}")
         for option, valid in self.choices.items():
             given = getattr(self, option)
             if given not in valid:
@@ -143,6 +154,11 @@ def executed(folder: Path, raw: Mapping[str, Any]) -> int:
             "chunk has no more actions to execute"
         )
     return found
+
+
+def predicted(raw: Mapping[str, Any]) -> int:
+    """Actions that a decision of the network of this config.json predicts."""
+    return raw.get("action_horizon", raw.get("chunk_size", 50))
 
 
 def steps_entry(config: Mapping[str, Any]) -> str | None:

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.capabilities import LeftOver
 from policies.contract import Action, Contrast, Evaluation, Inputs, PolicyError, PolicySpec
 from policies.cuda_graphs import replayed, replaying
 from policies.denoising import Denoising, Draws, Field, stacked
 from policies.files import CONFIG, shown
 from policies.flow_vla.network import OF_THE_VLM, Cache, Observation, Prefix, mean_of
 from policies.flow_vla.options import with_horizon
+from policies.flow_vla.real_time import Guide, weights
 from policies.layers import checked_noise, counted_mean, mlp, only_counted
 from policies.lerobot.features import Described
 from policies.lerobot.processors import PRE
@@ -210,6 +212,43 @@ class FlowVLA(RobotPolicy, AdaptedPolicy):
         x, trace, field = self.denoising.run(draws, lambda x, i: self._field(whole, seen.state, x, times[:, i]))
         value = self._value_of(self._summary(prefix, whole, seen.state), seen.state)
         return x, self.denoising.log_prob(trace, field), value, trace
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        nothing = torch.zeros(len(inputs.instruction), 0, self.spec.action_dim)
+        there = torch.zeros(len(nothing), dtype=torch.bool)
+        return self.continue_chunk(inputs, noise, LeftOver(nothing, there, delay=0))
+
+    @torch.no_grad()
+    def continue_chunk(self, inputs: Inputs, noise: Tensor | None, left: LeftOver) -> Tensor:
+        """The denoising is guided to the left-over (`policies.flow_vla.real_time`), with weights that fall to 0 at its
+        end."""
+        seen = self._observation(inputs)
+        prefix = self.network.with_state(self.network.prefix(seen), seen.state)
+        times = self.denoising.times.expand(len(seen.state), -1)
+        guide, known = self._guide(left, inputs), self.denoising.times.tolist()
+
+        def field(x: Tensor, i: int) -> Field:
+            def plain(at: Tensor) -> Field:
+                return self._field(prefix, seen.state, at, times[:, i])
+
+            return plain(x) if guide is None else guide.guided(plain, x, known[i])
+
+        x, *_ = self.denoising.run(self.denoising.draws(noise, len(seen.state)), field)
+        return self._actions(self._latent(x)[..., : self.spec.action_dim], inputs)
+
+    def _guide(self, left: LeftOver, inputs: Inputs) -> Guide | None:
+        """None where no row has a left-over."""
+        rows, steps, _ = left.actions.shape
+        if not steps or not bool(left.there.any()):
+            return None
+        horizon, width = self.sizes.horizon, self.sizes.action_dim
+        steps = min(steps, horizon)
+        target = torch.zeros(rows, horizon, width, device=left.actions.device)
+        target[:, :steps] = self._normalised(left.actions[:, :steps], inputs)
+        counted = weights(self.options.rtc_schedule, left.delay, steps, horizon).to(target.device)
+        counted = counted[:, None].expand(horizon, width) * left.there[:, None, None]
+        return Guide(target.flatten(1), counted.flatten(1), self.options.rtc_guidance, left.jacobian)
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         state, times = self._state(inputs), self.denoising.times[trace["step"]]

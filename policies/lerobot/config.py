@@ -39,8 +39,8 @@ def check_known_entries(
     rtc = raw.get("rtc_config")
     if rtc and "rtc_config" in read and not (isinstance(rtc, dict) and not rtc.get("enabled", True)):
         raise PolicyError(
-            f"{path}: rtc_config is {shown(rtc)}, and chunks are not blended into each other here: set it to null to "
-            "act without"
+            f"{path}: rtc_config is {shown(rtc)}, and here an evaluation asks for real-time chunking, not a checkpoint "
+            "(eval.delay_method rtc_lerobot, policy.options.rtc_schedule and rtc_guidance): set it to null"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from policies.checkpoint_folders import is_random
 from policies.files import CONFIG
 from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
-from policies.flow_vla.options import executed
+from policies.flow_vla.options import executed, predicted
 from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import write_lerobot
 from policies.pi0.checkpoint import find_sources, is_adaptive, read_weights, save_description, save_directory
@@ -72,6 +72,9 @@ class Pi0Format(FlowVLAFormat):
     def executed(self, architecture: Mapping[str, Any]) -> int | None:
         source = find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", ""))
         return executed(source.described, source.config) if source.layout == "lerobot" else None
+
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        return predicted(find_sources(architecture.get("checkpoint", ""), architecture.get("adapter", "")).config)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("type") in ("pi0", "pi05") or ("type" not in config and "action_horizon" in config)

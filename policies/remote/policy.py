@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from policies.capabilities import LeftOver
 from policies.contract import Action, Evaluation, Inputs, Policy, PolicyError, PolicySpec
 from policies.errors import shown
 from policies.policy_kind import PolicyFormat, PolicyKind
@@ -30,6 +31,11 @@ EXTENSION = "embodied"
 """Entry of a server's metadata with what openpi's protocol does not have: a server of this project has one."""
 NOISE = "embodied/noise"
 """Key of the noise float32 [Z] or [B, Z] of a decision; None: its mode. Without the key the server decides which."""
+LEFT_OVER, THERE, DELAY, JACOBIAN = (
+    f"{EXTENSION}/{name}" for name in ("left_over", "left_over_there", "delay", "jacobian")
+)
+"""Keys of a request for all that a decision predicts, in agreement with what is left of the last chunk (`LeftOver`):
+float32 [L, A] or [B, L, A], where L may be 0; bool [B], without the key all true; env steps; bool, true without it."""
 CONVENTIONS = ("orientation", "gripper", "control_mode")
 """Environment settings that a server of this project states in its metadata."""
 RESIZED = 224
@@ -105,6 +111,29 @@ class Remote(Policy):
         chunk = self._decide(inputs, noise, self.options.timeout_s)
         return Action(chunk, torch.zeros_like(chunk), torch.zeros(len(chunk)), {"action": chunk})
 
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        """[B, H, A]: all actions that the server answers."""
+        rows = _rows(inputs)
+        nothing = torch.zeros(rows, 0, self.spec.action_dim)
+        return self._predicted(inputs, noise, LeftOver(nothing, torch.zeros(rows, dtype=torch.bool), delay=0))
+
+    def continue_chunk(self, inputs: Inputs, noise: Tensor | None, left: LeftOver) -> Tensor:
+        """[B, H, A]. Raises `PolicyError` for a served policy that cannot."""
+        if self._ours is None or not self._ours.get("continues"):
+            raise PolicyError(
+                f"the policy server at {self.options.address} continues no chunk: only flow policies (pi0, smolvla) "
+                "that `embodied serve` serves do; set eval.delay_method to naive or ensemble"
+            )
+        return self._predicted(inputs, noise, left)
+
+    @torch.no_grad()
+    def _predicted(self, inputs: Inputs, noise: Tensor | None, left: LeftOver) -> Tensor:
+        asked: dict[str, Any] = {}
+        if self._ours is not None:
+            asked = {LEFT_OVER: left.actions.numpy(), THERE: left.there.numpy()}
+            asked |= {DELAY: left.delay, JACOBIAN: left.jacobian}
+        return self._decide(inputs, noise, self.options.timeout_s, asked)
+
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         zeros = torch.zeros_like(trace["action"])
         return Evaluation(zeros, zeros, self.value(inputs))
@@ -121,15 +150,17 @@ class Remote(Policy):
         self._threads.shutdown()
         self._connections.close()
 
-    def _decide(self, inputs: Inputs, noise: Tensor | None, timeout_s: float) -> Tensor:
-        """[B, C, A]."""
-        rows, observation = _rows(inputs), self._observation(inputs)
+    def _decide(
+        self, inputs: Inputs, noise: Tensor | None, timeout_s: float, predicted: Mapping[str, Any] | None = None
+    ) -> Tensor:
+        """[B, C, A]; all actions of the answers with `predicted`, which is sent to a server of this project."""
+        rows, observation, whole = _rows(inputs), self._observation(inputs), predicted is not None
         if self._ours is not None:
-            observation[NOISE] = None if noise is None else noise.numpy()
-            return self._executed(self._connections.ask(question_of(observation), timeout_s), (rows,))
+            observation |= {NOISE: None if noise is None else noise.numpy()} | dict(predicted or {})
+            return self._checked(self._connections.ask(question_of(observation), timeout_s), (rows,), whole)
         questions = [question_of({key: part[row] for key, part in observation.items()}) for row in range(rows)]
         answers = self._threads.map(lambda question: self._connections.ask(question, timeout_s), questions)
-        return torch.stack([self._executed(answer, ()) for answer in answers])
+        return torch.stack([self._checked(answer, (), whole) for answer in answers])
 
     def _observation(self, inputs: Inputs) -> dict[str, Any]:
         """The parts that are read, of all rows, under the server's keys."""
@@ -150,8 +181,8 @@ class Remote(Policy):
             return frames
         return fit_square(frames.flatten(0, -4), size, "bilinear").view(*frames.shape[:-3], size, size, 3)
 
-    def _executed(self, actions: np.ndarray, rows: tuple[int, ...]) -> Tensor:
-        """The first C of each chunk. Raises `PolicyError` for another shape."""
+    def _checked(self, actions: np.ndarray, rows: tuple[int, ...], whole: bool) -> Tensor:
+        """The first C of each chunk, or all of it. Raises `PolicyError` for another shape."""
         horizon, numbers = actions.shape[-2:]
         spec, address = self.spec, self.options.address
         if actions.shape[:-2] != rows or numbers != spec.action_dim:
@@ -164,7 +195,7 @@ class Remote(Policy):
                 f"the policy server at {address} answers chunks of {horizon} actions, and policy.chunk, the number "
                 f"that is executed before the next decision, is {spec.chunk}: set policy.chunk to at most {horizon}"
             )
-        return torch.from_numpy(np.ascontiguousarray(actions[..., : spec.chunk, :]))
+        return torch.from_numpy(np.ascontiguousarray(actions[..., : None if whole else spec.chunk, :]))
 
 
 class PolicyServer(PolicyFormat):
@@ -188,6 +219,19 @@ class PolicyServer(PolicyFormat):
         if not all(type(number) is int for number in found):
             raise PolicyError(f"the metadata of the policy server has observations {shown(found)}, no whole numbers")
         return found
+
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        """That of the served policy, as a server of this project reports it."""
+        options = RemoteOptions(**architecture)
+        found = (_extension(metadata_of(options.address, options.timeout_s)) or {}).get("predicted")
+        if found is not None and (type(found) is not int or found < 1):
+            raise PolicyError(f"the metadata of the policy server has predicted {shown(found)}, no number of actions")
+        return found
+
+    def continues(self, architecture: Mapping[str, Any]) -> bool:
+        options = RemoteOptions(**architecture)
+        ours = _extension(metadata_of(options.address, options.timeout_s))
+        return ours is not None and bool(ours.get("continues"))
 
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         """Conventions that the served policy was trained with, as a server of this project reports them."""

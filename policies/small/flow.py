@@ -197,14 +197,23 @@ class FlowPolicy(Policy):
     @torch.no_grad()  # not inference_mode: what it returns may enter `evaluate`'s graph
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         features = self.encoder(inputs)
-        context = self.velocity.context(features, torch.arange(self.denoising.steps, device=features.device))
-        draws = self.denoising.draws(noise, len(features))
-        x, trace, field = self.denoising.run(draws, lambda x, i: Field(self.velocity(x, context[:, i], i)))
+        x, trace, field = self._denoised(features, noise)
         log_prob = self._shaped(self.denoising.log_prob(trace, field))
         chunk = self.range.to_environment(self._shaped(x)[:, : self.spec.chunk])
         if self.critic_reads_state and inputs.state is None:
             return Action(chunk, log_prob, torch.full_like(x[:, 0], torch.nan), trace)
         return Action(chunk, log_prob, self._value(inputs, features), trace)
+
+    @torch.no_grad()
+    def predict(self, inputs: Inputs, noise: Tensor | None) -> Tensor:
+        x, *_ = self._denoised(self.encoder(inputs), noise)
+        return self.range.to_environment(self._shaped(x))
+
+    def _denoised(self, features: Tensor, noise: Tensor | None) -> tuple[Tensor, dict[str, Tensor], Field]:
+        """What `Denoising.run` returns, for the encoder's features."""
+        context = self.velocity.context(features, torch.arange(self.denoising.steps, device=features.device))
+        draws = self.denoising.draws(noise, len(features))
+        return self.denoising.run(draws, lambda x, i: Field(self.velocity(x, context[:, i], i)))
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         features = self.encoder(inputs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from policies.files import CONFIG
 from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
-from policies.flow_vla.options import executed
+from policies.flow_vla.options import executed, predicted
 from policies.lerobot.config import autocast_notes
 from policies.lerobot.statistics import trained_on
 from policies.policy_kind import PolicyKind
@@ -63,6 +63,9 @@ class SmolVLAFormat(FlowVLAFormat):
     def executed(self, architecture: Mapping[str, Any]) -> int | None:
         source = _sources(architecture)
         return executed(source.described, source.config)
+
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        return predicted(_sources(architecture).config)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("type") == "smolvla"

@@ -26,6 +26,7 @@ SHORTER = {
     ("README.md", "embodied train pushcube"): "--iterations 1",
     ("docs/demonstrations.md", "embodied record"): "--episodes 12",
     ("docs/generalisation.md", "embodied eval"): "--eval.episodes 1",
+    ("docs/latency.md", "embodied eval"): "--eval.episodes 1",
     ("docs/learning.md", "embodied train openvla_small"): SMALL,
     ("docs/learning.md", "embodied train openvla_oft_two_cubes"): SMALL,
     ("docs/learning.md", "embodied record two_cubes"): "--episodes 1",
@@ -61,6 +62,9 @@ PREPARED = {
         "embodied train openvla_tiny --name first",
         "embodied train openvla_tiny --name second --seed 2",
     ),
+    "docs/latency.md": (
+        "embodied train smolvla_tiny --name first --policy.chunk 4 --policy.horizon 12",
+    ),
 }
 """Commands before a page's own, which make the runs that it takes to be there."""
 FILES = {
@@ -81,6 +85,7 @@ NAMES: dict[str, tuple[tuple[str, str], ...]] = {
         ("HOST:PORT", "127.0.0.1:8000"),
     ),
     "docs/generalisation.md": (("CONFIG", "openvla_tiny"), ("OTHER_RUN", "second"), ("RUN", "first")),
+    "docs/latency.md": (("RUN", "first"),),
     "docs/lora.md": (("checkpoints/000022", "checkpoints/000002"),),
     "docs/openvla.md": (("DEMONSTRATIONS", "demos/red"), ("further", "openvla_tiny")),
     "docs/other-libraries.md": (("100_000", "128"), ('PPO("MlpPolicy", ', 'PPO("MlpPolicy", n_steps=8, env=')),

@@ -19,6 +19,7 @@ from embodied.evaluation.conditions import by_condition, differing_pairs, unpert
 from embodied.evaluation.folder import EPISODES
 from embodied.evaluation.protocol import as_data, from_data, protocol_of
 from embodied.reporting.conditions import read_conditions
+from embodied.rollout.executed_chunks import Delayed
 from embodied.workflows.run_spec import RunSpec
 from sim_farm.contract import FarmError
 from sim_farm.episodes import Episodes
@@ -128,7 +129,8 @@ def test_each_episode_s_line_says_what_was_otherwise(perturbed: Path) -> None:
     protocol = from_data(json.loads((perturbed / "protocol.json").read_text())["protocol"])
     for line in lines:
         assert line["seed"] == plain[line["trial"] % 4]["seed"]
-        other = protocol.perturbation("tabletop/reach_red", line["trial"])
+        other = protocol.condition("tabletop/reach_red", line["trial"])
+        assert not isinstance(other, Delayed)
         found = (line.get("axis"), line.get("level"), line.get("from_step"), line.get("perturbation_sha256"))
         assert found == ((None,) * 4 if other is None else (other.axis, other.level, other.from_step, other.digest))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,9 +26,10 @@ from websockets.sync.client import ClientConnection, connect
 import policies
 from embodied import cli
 from embodied.config.files import with_settings
+from embodied.config.schema import delay_of
 from embodied.rollout.loaded_policy import LoadedPolicy
 from policies.contract import Action, Inputs
-from policies.remote.policy import NOISE
+from policies.remote.policy import DELAY, EXTENSION, JACOBIAN, LEFT_OVER, NOISE, THERE
 from policies.resampling import fit_square
 from sim_farm.contract import TaskSpec
 from sim_farm.conventions import _to_simulator
@@ -420,8 +422,34 @@ def test_health_and_latencies_are_answered_over_http(loaded: LoadedPolicy) -> No
         assert json.loads(get(address, "/metrics"))["requests"] == 0
         asked(address, observations(4))
         found = json.loads(get(address, "/metrics"))
+        assert "delay" not in found
+        late = delay_of(json.loads(get(address, "/metrics?hz=0.01"))["delay"])
+    assert late == ((1, 1.0),), "an action that comes within an env step is one late"
     assert found["requests"] == found["rows"] == 4 and found["refused"] == 0
     assert 0 < found["latency_p50_s"] <= found["latency_p95_s"] <= found["latency_max_s"]
+
+
+def test_a_request_with_a_left_over_is_answered_with_all_that_is_predicted() -> None:
+    """A policy without real-time chunking says so; a small one that predicts more answers all of it."""
+    loaded = small_policy()
+    good = observations(1)[0]
+    with serving(loaded) as (address, _), connect(address, compression=None) as socket:
+        client = Client(socket)
+        assert client.metadata[EXTENSION]["continues"] is False and client.metadata[EXTENSION]["predicted"] == 3
+        nothing = np.zeros((0, 7), np.float32)
+        assert np.array_equal(client.infer(good | {LEFT_OVER: nothing})["actions"], acted(loaded, good))
+        for more, said in (
+            ({LEFT_OVER: np.zeros((2, 7), np.float32)}, "the policy flow continues no chunk"),
+            ({LEFT_OVER: np.zeros((2, 6), np.float32)}, r"is float32 \[1, 'L', 7\]"),
+            ({LEFT_OVER: [0.0]}, "is float32 .* got list"),
+            ({LEFT_OVER: np.full((1, 7), np.nan, np.float32)}, "not finite"),
+            ({LEFT_OVER: nothing, DELAY: 4}, "env steps of 0 to 3"),
+            ({LEFT_OVER: nothing, JACOBIAN: "no"}, "true or false"),
+            ({LEFT_OVER: nothing, THERE: np.ones(2, np.bool_)}, "left_over_there is bool"),
+        ):
+            answer = client.answer(packed(good | more))
+            assert isinstance(answer, str) and re.search(said, answer), answer
+        assert np.array_equal(client.infer(good)["actions"], acted(loaded, good))
 
 
 def test_a_page_in_a_browser_cannot_talk_to_it(loaded: LoadedPolicy) -> None:

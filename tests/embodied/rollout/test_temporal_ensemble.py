@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from embodied.commands.evaluate import evaluate_run
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
-from embodied.rollout.temporal_ensemble import TemporalEnsemble
+from embodied.rollout.executed_chunks import ExecutedChunks
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "act" / "ensembles.safetensors"
 STEPS = 6
@@ -23,17 +23,17 @@ STEPS = 6
 def test_predictions_are_averaged_as_by_lerobot(coefficient: str) -> None:
     """Values of LeRobot 0.6.1's ensembler, from the first decision to long after the first chunk's end."""
     golden = load_file(GOLDEN)
-    ensemble = TemporalEnsemble(float(coefficient))
-    found = np.stack([ensemble.action(chunk) for chunk in golden["chunks"]])
+    ensemble = ExecutedChunks(1, float(coefficient))
+    found = np.stack([ensemble.execute(chunk)[0] for chunk in golden["chunks"]])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, golden[f"actions.{coefficient}"], atol=1e-6)
 
 
 def test_a_large_coefficient_leaves_one_prediction() -> None:
     chunks = np.random.default_rng(1).standard_normal((4, 3, 2)).astype(np.float32)
-    oldest, newest = TemporalEnsemble(100.0), TemporalEnsemble(-100.0)
-    assert np.array_equal([oldest.action(chunk) for chunk in chunks], [*chunks[0], chunks[1, 2]])
-    assert np.array_equal([newest.action(chunk) for chunk in chunks], chunks[:, 0])
+    oldest, newest = ExecutedChunks(1, 100.0), ExecutedChunks(1, -100.0)
+    assert np.array_equal([oldest.execute(chunk)[0] for chunk in chunks], [*chunks[0], chunks[1, 2]])
+    assert np.array_equal([newest.execute(chunk)[0] for chunk in chunks], chunks[:, 0])
 
 
 def config(root: Path, chunk: int, **options: Any) -> Config:

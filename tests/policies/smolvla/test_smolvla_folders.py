@@ -110,7 +110,7 @@ def test_a_number_that_never_changes_has_a_unit(mode: str, first: str, second: s
         ({"resize_imgs_with_padding": [64, 96]}, "gives 4 x 6 patches of 16 pixels, and the connector joins 2 x 2"),
         ({"expert_width_multiplier": 0.01}, "expert_width_multiplier 0.01 of a width of 48 is 0"),
         ({"use_peft": True}, "use_peft is true, and no adapter_config.json is there"),
-        ({"rtc_config": {"enabled": True}}, "rtc_config is .*, and chunks are not blended into each other here"),
+        ({"rtc_config": {"enabled": True}}, "rtc_config is .*, and here an evaluation asks for real-time chunking"),
         ({"num_steps": 0}, "num_steps is 0, and is of 1 to 1000"),
         ({"memory": 3}, "'memory' is 3, an entry that is not known here"),
         ({"device_map": "auto"}, "'device_map' is 'auto', an entry that is not known here"),
