@@ -204,6 +204,7 @@ NOT_COMPARED = {
     ("docs/concepts.md", " on-policy"): "a diagram",
     ("docs/demonstrations.md", "FOLDER/"): "a tree of folders",
     ("docs/demonstrations.md", "demos/push:"): "of an import that is not run",
+    ("docs/latency.md", "chunk 4, delay 2"): "a diagram",
     ("docs/lerobot.md", "demos/red:"): "of a policy with random weights; its commands are run",
     ("docs/reasoning.md", "Make 29"): "one answer of a policy",
     ("docs/start.md", "runs/first/"): "a tree of folders",
