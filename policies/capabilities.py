@@ -213,6 +213,16 @@ class HasAdapter(Protocol):
 
 
 @runtime_checkable
+class Quantises(Protocol):
+    """A policy whose frozen base under an adapter can be stored in fewer bits."""
+
+    def quantise_base(self, base: str) -> None:
+        """Store the frozen matrices in fewer bits, `base` as in `policies.quantised`. Called once, when the policy is
+        built. Raises `PolicyError` where no adapter hangs on it."""
+        ...
+
+
+@runtime_checkable
 class GathersInGroups(Protocol):
     """A large policy that processes with shards can gather in groups of modules, instead of all at once."""
 
@@ -259,7 +269,7 @@ class SampledElsewhere(Protocol):
 
 PROTOCOLS: tuple[type, ...] = (
     *(Imitates, ImitatesEarlier, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Predicts, Ensembles),
-    *(RealTimeChunks, HasAdapter, CountsWork, GathersInGroups, SampledElsewhere),
+    *(RealTimeChunks, HasAdapter, Quantises, CountsWork, GathersInGroups, SampledElsewhere),
 )
 METHODS = {
     name: protocol.__name__

@@ -1,6 +1,6 @@
 """Policies on disk: JSON and safetensors, nothing that is executed when it is read.
 
-FOLDER/policy/config.json             kind, spec, architecture
+FOLDER/policy/config.json             kind, spec, architecture; quantised_base, where the base is quantised
 FOLDER/policy/model.safetensors       the actor's parameters and all buffers
 FOLDER/value_head.safetensors         the critic's parameters
 
@@ -28,6 +28,8 @@ ACTOR = Path("policy")
 CONFIG = ACTOR / "config.json"
 MODEL = ACTOR / "model.safetensors"
 VALUE_HEAD = Path("value_head.safetensors")
+QUANTISED = "quantised_base"
+"""Entry of config.json: the type in which the frozen base of an adapter is stored in memory."""
 SPEC_DEFAULTS = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
     for field in fields(PolicySpec)
@@ -71,7 +73,7 @@ def load(folder: str | Path, code: Collection[str] = ()) -> Policy:
                 empty = build(config["kind"], spec, seed=0, **arguments)
             check_layouts(folder / MODEL, actor_state(empty))
             check_layouts(folder / VALUE_HEAD, empty.value_head.state_dict())
-        policy = build(config["kind"], spec, seed=0, **arguments)
+        policy = build(config["kind"], spec, seed=0, base=config.get(QUANTISED), **arguments)
     except PolicyError as error:
         raise PolicyError(f"{folder / CONFIG}: {str(error)[:2000]}") from error  # it may quote a long text of the file
     _fill(policy, folder)
@@ -90,7 +92,8 @@ def load_into(policy: Policy, folder: str | Path) -> None:
     """Replace the policy's tensors by the folder's, on the policy's device.
 
     Raises `PolicyError`, and leaves the policy as it was, if the folder is damaged, holds numbers that are not
-    finite, or a policy of another kind, spec or architecture; its incidental entries may differ.
+    finite, or a policy of another kind, spec or architecture; its incidental entries may differ, and an adapter fits a
+    base whether it is quantised or not.
     """
     check_into(policy, folder)
     _fill(policy, Path(folder))
@@ -110,7 +113,8 @@ def check_into(policy: Policy, folder: str | Path) -> None:
 
 def _config(policy: Policy) -> dict[str, Any]:
     spec = {name: list(v) if isinstance(v, tuple) else v for name, v in spec_to_dict(policy.spec).items()}
-    return {"kind": policy.kind, "spec": spec, "architecture": policy.architecture()}
+    quantised = {} if policy.base is None else {QUANTISED: policy.base}
+    return {"kind": policy.kind, "spec": spec, "architecture": policy.architecture(), **quantised}
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -120,7 +124,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     parts = {"kind": str, "spec": dict, "architecture": dict}
     if not all(isinstance(config.get(k), t) for k, t in parts.items()):
         raise PolicyError(f"{path} must hold kind (text), spec and architecture (objects)")
-    reserved = {"kind", "spec", "seed"} & config["architecture"].keys()
+    reserved = {"kind", "spec", "seed", "base"} & config["architecture"].keys()
     if reserved:
         raise PolicyError(f"{path}: architecture has {min(reserved)!r}, which is no argument of a network")
     return config

@@ -151,6 +151,9 @@ class Policy(nn.Module):
     noise_dim: int
     """Z: how many standard normal numbers one decision consumes."""
     value_head: nn.Module
+    base: str | None = None
+    """Type of the frozen matrices under an adapter (`policies.quantised`), where they are quantised; `policies.build`
+    sets it."""
     ratio_tolerance: float = 1e-4
     """Largest mean |ratio - 1| at the first minibatch that counts as on-policy (fp32: 1e-4)."""
 

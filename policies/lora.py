@@ -33,6 +33,7 @@ from policies.files import (
     write_json,
     write_tensors,
 )
+from policies.quantised import HANG_ONE, no_adapter, quantise
 from policies.torchvision_operators import import_torchvision
 
 WAY = "set policy.options.any_base to true to use it nevertheless"
@@ -231,6 +232,8 @@ class AdaptedModel(nn.Module):
         super().__init__()
         self.adapter_config: dict[str, Any] = {}
         """PEFT's, if adapters hang on the model."""
+        self.quantised_digest: str | None = None
+        """Digest of the base before its matrices were quantised; None: they are not."""
         self.unused_adapter: dict[str, Tensor] = {}
         """Adapters of tensors that no output depends on, on the CPU, to be saved again."""
 
@@ -248,7 +251,7 @@ class AdaptedModel(nn.Module):
         return name
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        """The tensors by the checkpoint's names."""
+        """The tensors by the checkpoint's names, quantised ones dequantised."""
         raise NotImplementedError
 
 
@@ -269,6 +272,13 @@ class AdaptedPolicy(Policy):
     def has_new_adapter(self) -> bool:
         adapter = set(adapter_parameters(self.adaptable))
         return self.adapted and adapter.issuperset(actor_parameters(self)) and is_neutral(self.adaptable)
+
+    def quantise_base(self, base: str) -> None:
+        if not self.adapted:
+            raise PolicyError(f"{no_adapter(self.kind, base)}: {HANG_ONE}")
+        digest = base_digest(self.adaptable)  # adapters still belong to the base as it was
+        quantise(self.adaptable, base)
+        self.adaptable.quantised_digest = digest
 
     def without_adapter(self) -> AbstractContextManager[None]:
         if not self.adapted:
@@ -351,7 +361,8 @@ def save_adapter(model: AdaptedModel, folder: Path) -> None:
 def merged_state(model: AdaptedModel) -> dict[str, Tensor]:
     """The checkpoint's tensors with the adapter added in, under the checkpoint's names. The model stays as it is.
 
-    The sum is rounded once, to the base's dtype.
+    The sum is rounded once, to the base's dtype. A quantised base is dequantised: the sum is what the policy computes
+    with, and differs from the base's files by what quantising changed, also where no adapter hangs.
     """
     state = plain_state(model)
     for name, module in model.named_modules():
@@ -369,7 +380,10 @@ def plain_state(model: AdaptedModel) -> dict[str, Tensor]:
 
 
 def base_digest(model: AdaptedModel) -> str:
-    """Tells one base from another: a hash over a few tensors that any fine-tuning changes at least one of."""
+    """Tells one base from another: a hash over a few tensors that any fine-tuning changes at least one of. That of a
+    quantised base is of what it was made from."""
+    if model.quantised_digest is not None:
+        return model.quantised_digest
     state = plain_state(model)
     digest = hashlib.sha256()
     for name in model.digested:

@@ -18,13 +18,14 @@ from typing import Any, get_type_hints
 
 import torch
 
-from policies.capabilities import check_names
+from policies.capabilities import Quantises, check_names
 from policies.contract import Policy, PolicySpec
 from policies.errors import PolicyError, nearest, shown
-from policies.files import CONFIG, read_json
+from policies.files import ADAPTER_CONFIG, CONFIG, read_json
 from policies.kinds import ENTRY_POINTS, KINDS, check_kind, kind_names
 from policies.named_code import entry_point, named
 from policies.policy_kind import PolicyKind
+from policies.quantised import HANG_ONE, check_base, no_adapter
 
 LARGEST, LARGEST_IMAGE, LARGEST_VOCABULARY = 2**16, 4096, 2**20
 """Limits of the sizes in a spec and of whole numbers in an architecture: a file may hold any number."""
@@ -66,10 +67,11 @@ def _checked_kind(found: Any, name: str) -> PolicyKind:
     return kind
 
 
-def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy:
+def build(kind: str, spec: PolicySpec, seed: int, base: str | None = None, **architecture: Any) -> Policy:
     """A new policy of `kind` on the CPU, its weights determined by the seed; global generators are untouched.
 
-    `architecture` are the options of the kind (`PolicyKind.options`). Raises `PolicyError` for one that is unknown
+    `base`: type of the frozen matrices under an adapter (`policies.quantised`); None: that of the policy. `architecture`
+    are the options of the kind (`PolicyKind.options`). Raises `PolicyError` for one that is unknown
     or of another type than its default, so that a configuration file cannot cause another error.
     """
     found = _with_options(kind, architecture)
@@ -102,6 +104,11 @@ def build(kind: str, spec: PolicySpec, seed: int, **architecture: Any) -> Policy
             "a PolicyFormat whose `observations` says what the policy reads"
         )
     check_names(policy)
+    if base is not None:
+        if not isinstance(policy, Quantises):
+            raise PolicyError(f"{no_adapter(kind, base)}: none can hang on it. Leave policy.base out")
+        policy.quantise_base(base)
+        policy.base = base
     return policy
 
 
@@ -126,15 +133,28 @@ def _with_observations(kind: str, spec: PolicySpec, own: tuple[int, int]) -> Pol
     return replace(spec, observations=own[0], distance=own[1])
 
 
-def check(kind: str, architecture: Mapping[str, Any]) -> None:
+def check(kind: str, architecture: Mapping[str, Any], base: str | None = None) -> None:
     """Raise `PolicyError` for what `build` would refuse whatever the task: an unknown kind or argument, files that are
-    missing, or of another kind, a number of observations that no policy has. Builds nothing."""
+    missing, or of another kind, a number of observations that no policy has, a quantised base without an adapter.
+    Builds nothing."""
     found = _with_options(kind, architecture)
+    if base is not None:
+        _check_base(kind, found, architecture, base)
     if found.options is not None:
         found.options(**architecture)  # raises for a value that an option does not take
     _check_kind(kind, found, architecture.get("checkpoint"))
     found.format.check_files(architecture)
     observations_of(kind, architecture)
+
+
+def _check_base(kind: str, found: PolicyKind, architecture: Mapping[str, Any], base: str) -> None:
+    """Raise `PolicyError` where a base cannot be quantised, as far as options and installed packages tell."""
+    check_base(base)
+    if not issubclass(found.policy_for(architecture), Quantises):
+        raise PolicyError(f"{no_adapter(kind, base)}: none can hang on it. Leave policy.base out")
+    saved = Path(str(architecture.get("checkpoint", ""))) / ADAPTER_CONFIG
+    if not (architecture.get("lora_rank") or architecture.get("adapter") or saved.is_file()):
+        raise PolicyError(f"{no_adapter(kind, base)}: {HANG_ONE}")
 
 
 def check_actions(kind: str, spec: PolicySpec) -> None:

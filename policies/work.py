@@ -54,7 +54,7 @@ class Work:
 
 def weight_count(module: nn.Module) -> int:
     """Weights of the linear layers, those of adapters too."""
-    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+    return sum(part.in_features * part.out_features for part in module.modules() if isinstance(part, nn.Linear))
 
 
 def nbytes(module: nn.Module) -> int:
@@ -92,8 +92,10 @@ def backward(module: nn.Module, tokens: int, before: bool, first: set[str]) -> f
         if isinstance(layer, nn.Linear):
             # The second matrix of an adapter reads the first.
             reads_input = any(f"{name}.".startswith(f"{prefix}.") for prefix in first) and ".lora_B" not in name
-            gradients = layer.weight.requires_grad + (before if reads_input else inside)
-            total += 2 * tokens * layer.weight.numel() * gradients
+            weight = layer._parameters.get("weight")  # a quantised layer has none, nor trains
+            trained = weight is not None and weight.requires_grad
+            gradients = trained + (before if reads_input else inside)
+            total += 2 * tokens * layer.in_features * layer.out_features * gradients
     return total
 
 

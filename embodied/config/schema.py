@@ -392,6 +392,10 @@ class PolicyConfig(Section):
     """Options of the policy's kind (docs/adding-a-policy.md). `checkpoint`: the pretrained checkpoint that the policy
     is built from, a directory or a Hugging Face name (`org/name`, `org/name@revision`). The latter is downloaded, and
     the run records its commit."""
+    base: Literal["nf4", "int8"] | None = None
+    """Type in which the frozen matrices under an adapter are stored (docs/small-cards.md): `nf4`, 4 bits, or `int8`.
+    None: the policy's own type. Rollouts and updates compute with the same numbers; checkpoints hold the adapter
+    alone."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """Device of policy worker, learner and evaluator: `cpu`, `cuda`, `cuda:1`; `auto`: the first GPU, if any. A plan
     may choose other devices, unless this names one by its number. With `cpu`, processes on the CPU stand in for the

@@ -300,7 +300,7 @@ def _policy_options(checked: Checked) -> None:
 
     kind, architecture = checked.config.policy.kind, checked.config.policy.architecture
     try:
-        registry.check(kind, architecture)
+        registry.check(kind, architecture, checked.config.policy.base)
     except PolicyError as error:
         known = registry.arguments_of(registry.policy_kind(kind))
         unknown = next((name for name in architecture if name not in known), None)

@@ -125,7 +125,7 @@ def make_policy(config: Config, spec: PolicySpec, checkpoint: Path | None = None
     the `device`, or where `policy.device` says."""
     # On one thread: orthogonal initial weights come from a QR decomposition, which rounds by the number of threads.
     with Affinity().applied():
-        policy = policies.build(config.policy.kind, spec, config.seed, **config.policy.architecture)
+        policy = policies.build(config.policy.kind, spec, config.seed, config.policy.base, **config.policy.architecture)
     start = checkpoint or config.policy.init
     if start is not None:
         policies.load_into(policy, start)

@@ -30,6 +30,7 @@ from policies.files import (
     write_tensors,
 )
 from policies.lora import AdaptedModel
+from policies.quantised import dequantised_state, weight_dtype
 from policies.random_weights import RANDOM_WEIGHTS, check_weights
 from policies.torchvision_operators import import_torchvision
 
@@ -114,7 +115,7 @@ class CausalModel(AdaptedModel):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.network.get_input_embeddings().weight.dtype
+        return weight_dtype(self.network.get_input_embeddings())
 
     def windows(self) -> dict[str, int | None]:
         """Last tokens that layers see, by the type of the layers; None: all. One entry where all layers are alike.
@@ -231,7 +232,7 @@ class CausalModel(AdaptedModel):
         return name.removeprefix("network.")
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        state = {self.checkpoint_name(name): tensor for name, tensor in self.state_dict().items()}
+        state = {self.checkpoint_name(name): tensor for name, tensor in dequantised_state(self).items()}
         return {name: tensor for name, tensor in state.items() if name not in self.tied}
 
 

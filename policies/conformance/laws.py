@@ -187,7 +187,7 @@ def law_observe_changes_buffers_only(policy: Policy, inputs: Inputs) -> None:
 def law_saved_policy_is_the_policy(policy: Policy, inputs: Inputs) -> None:
     """A policy that was saved and loaded is the same, to the last bit."""
     noise = random_noise(policy, _rows(inputs), 1)
-    other = policies.build(policy.kind, policy.spec, seed=99, **policy.architecture())
+    other = policies.build(policy.kind, policy.spec, 99, policy.base, **policy.architecture())
     with tempfile.TemporaryDirectory() as folder:
         policies.save(policy, folder)
         policies.load_into(other, folder)
@@ -206,7 +206,7 @@ def law_weights_that_are_not_finite_are_refused(policy: Policy, inputs: Inputs) 
     critics = [n for n in named if n.startswith("value_head.")]
     # Those of a community's layout are JSON, of which the policy's own tests are.
     statistics = [n for n in policy.state_dict() if n.startswith("normalizer.")]
-    other = policies.build(policy.kind, policy.spec, seed=99, **policy.architecture())
+    other = policies.build(policy.kind, policy.spec, 99, policy.base, **policy.architecture())
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     for name in (*own[-1:], *critics[-1:], *statistics):
         flat = policy.state_dict()[name].view(-1)

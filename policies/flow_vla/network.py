@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from policies.lora import AdaptedModel
+from policies.quantised import dequantised_state
 
 DIGESTED = (
     "projector.weight",
@@ -90,7 +91,7 @@ class FlowNetwork(AdaptedModel):
         return self.checkpoint_name(self.own_name(name))
 
     def checkpoint_state(self) -> dict[str, Tensor]:
-        return {self.checkpoint_name(name): tensor for name, tensor in self.state_dict().items()}
+        return {self.checkpoint_name(name): tensor for name, tensor in dequantised_state(self).items()}
 
     def prefix(self, seen: Observation) -> Prefix:
         """One pass over images and prompt."""

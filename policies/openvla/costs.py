@@ -32,7 +32,7 @@ class OpenVLACosts:
         first = self.layers[0].self_attn
         self.attention_width = llama.config.num_attention_heads * first.head_dim
         self.key_width = llama.config.num_key_value_heads * first.head_dim
-        self.element = llama.lm_head.weight.element_size()
+        self.element = self.model.dtype.itemsize
 
     @property
     def columns(self) -> int:
@@ -98,7 +98,7 @@ class OpenVLACosts:
         llama, patches = self.llama(columns, read, pairs), self.images * self.model.config.patches
         backbone, projector = self.model.vision_backbone, self.model.projector
         early = trains(backbone)
-        middle = early or trains(projector) or self.model.language_model.model.embed_tokens.weight.requires_grad
+        middle = early or trains(projector) or trains(self.model.language_model.model.embed_tokens)
         linear = backward(projector, patches, early, {"fc1"}) + backward(self.layers, columns, middle, FIRST)
         linear -= backward(self.layers[-1].mlp, columns - read, True, set())
         work = self.projector() + llama + self.critic() * 3 + self._head_update() + Work(linear, 2 * llama.attention)
@@ -111,7 +111,7 @@ class OpenVLACosts:
 
     def _head_update(self) -> Work:
         head = self.head(self.tokens)
-        trained = self.model.language_model.lm_head.weight.requires_grad
+        trained = trains(self.model.language_model.lm_head)
         return head + Work((2.0 if trained else 1.0) * head.linear)
 
     def _vision_backward(self) -> Work:

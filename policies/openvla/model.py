@@ -20,6 +20,7 @@ from policies.contract import PolicyError
 from policies.cuda_graphs import replayed
 from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, shown, write_json
 from policies.lora import AdaptedModel
+from policies.quantised import dequantised_state
 from policies.openvla.config import TOWERS, ModelConfig, read_config
 from policies.random_weights import RANDOM_WEIGHTS, draw, empty_network
 from policies.torchvision_operators import import_torchvision
@@ -330,7 +331,7 @@ class OpenVLAModel(AdaptedModel):
     def checkpoint_state(self) -> dict[str, Tensor]:
         """All tensors of the checkpoint under its names, those that nothing depends on too; without FiLM's layers,
         which have a separate file."""
-        own = self.state_dict().items()
+        own = dequantised_state(self).items()
         state = {to_checkpoint(name): tensor for name, tensor in own if not FILM_LAYER.fullmatch(name)}
         return state | {name: tensor.to(self.dtype) for name, tensor in self.unused.items()}
 

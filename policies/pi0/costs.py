@@ -8,6 +8,7 @@ from torch import nn
 
 from policies.pi0.mixture import Attention
 from policies.work import FIRST, Work, backward, batched, nbytes, trains, weight_count
+from policies.quantised import weight_dtype
 
 if TYPE_CHECKING:
     from policies.pi0.policy import Pi0
@@ -28,13 +29,13 @@ class Pi0Costs:
         vlm = self.sizes.vlm
         self.depth, self.attention_width = vlm.depth, vlm.num_heads * vlm.head_dim
         self.key_width = vlm.num_kv_heads * vlm.head_dim
-        self.element = self.network.projector.weight.element_size()
+        self.element = weight_dtype(self.network.projector).itemsize
 
     def prefix(self) -> Work:
         """Work of the prefix for one row; the critic reads all of its outputs."""
         vision, layers = self.network.vision, self.network.mixture.vlm.layers
         patch, tower = vision.embeddings.patch_embedding.weight, vision.encoder
-        linear = 2 * self.patches * (weight_count(tower) + patch.numel() + self.network.projector.weight.numel())
+        linear = 2 * self.patches * (weight_count(tower) + patch.numel() + self.weight_count(network.projector))
         seen = 4 * self.sizes.vision.hidden_size * self.sizes.patches**2 * self.sizes.vision.num_hidden_layers
         own = Work(linear, self.images * seen, nbytes(vision) + nbytes(self.network.projector))
         pairs = 4 * self.attention_width * self.prefix_tokens**2 * self.depth
@@ -109,7 +110,7 @@ class Pi0Costs:
     def _critic_update(self) -> Work:
         """Its first layer's input has no gradient unless the critic trains the network."""
         first = next(part for part in self.policy.value_head.modules() if isinstance(part, nn.Linear))
-        spared = 0 if self.policy.options.critic_trains_network else 2 * first.weight.numel()
+        spared = 0 if self.policy.options.critic_trains_network else 2 * weight_count(first)
         return self.critic() * 3 + Work(-spared)
 
     def _prefix_backward(self) -> Work:
@@ -121,7 +122,7 @@ class Pi0Costs:
         linear = backward(layers[:-1], tokens, True, FIRST)
         linear += 4 * tokens * (weight_count(last.k_proj) + weight_count(last.v_proj))
         tower, patch = network.vision.encoder, network.vision.embeddings.patch_embedding.weight
-        linear += 4 * self.patches * (weight_count(tower) + network.projector.weight.numel())
+        linear += 4 * self.patches * (weight_count(tower) + weight_count(network.projector))
         linear += 2 * self.patches * patch.numel()
         sizes = self.sizes.vision
         seen = self.images * 4 * sizes.hidden_size * self.sizes.patches**2 * sizes.num_hidden_layers

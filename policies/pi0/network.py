@@ -23,6 +23,7 @@ from policies.layers import time_embedding
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Mixture
 from policies.torchvision_operators import import_torchvision
+from policies.quantised import weight_dtype
 
 
 class Pi0Network(FlowNetwork):
@@ -59,7 +60,7 @@ class Pi0Network(FlowNetwork):
 
     def embed_images(self, pixels: Tensor) -> Tensor:
         """[B, I, 3, S, S] to [B, I * patches, W]. Unlike tokens, images are not scaled."""
-        patches = self.vision.embeddings(pixels.flatten(0, 1)).to(self.projector.weight.dtype)
+        patches = self.vision.embeddings(pixels.flatten(0, 1)).to(weight_dtype(self.projector))
         seen = self.vision.post_layernorm(self.vision.encoder(inputs_embeds=patches).last_hidden_state)
         return self.projector(seen).unflatten(0, pixels.shape[:2]).flatten(1, 2)
 
@@ -81,7 +82,7 @@ class Pi0Network(FlowNetwork):
     def embed_suffix(self, state: Tensor, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
         """State [B, A] and a noisy chunk [B, H, A] at times [B] to tokens, [B, 1 + H, w] (pi0) or [B, H, w] (pi0.5),
         and what pi0.5's norms are conditioned on [B, w]."""
-        actions = self.action_in_proj(x.to(self.action_in_proj.weight.dtype))
+        actions = self.action_in_proj(x.to(weight_dtype(self.action_in_proj)))
         time = time_embedding(t, self.sizes.expert.width).to(actions.dtype)
         if self.sizes.adaptive:
             return actions, functional.silu(self.time_mlp_out(functional.silu(self.time_mlp_in(time))))
@@ -102,7 +103,7 @@ class Pi0Network(FlowNetwork):
 
     def velocity_of(self, suffix: Tensor) -> Tensor:
         """[B, H, A] float32 from the expert's outputs."""
-        return self.action_out_proj(suffix.to(self.action_out_proj.weight.dtype)).float()
+        return self.action_out_proj(suffix.to(weight_dtype(self.action_out_proj))).float()
 
     def joint_velocity(self, seen: Observation, x: Tensor, t: Tensor) -> Tensor:
         """[B, H, A] float32 at x [B, H, A] and times [B], in one pass over prefix and suffix: gradients reach both."""

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from policies.flow_vla.network import Cache
 from policies.layers import rotation
+from policies.quantised import weight_dtype
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Layer(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The layer's output [B, L, W] of its input x, given what its tokens attended to [B, L, N * D]."""
-        x = self.self_attn.o_proj(attended.to(self.self_attn.o_proj.weight.dtype)) + x
+        x = self.self_attn.o_proj(attended.to(weight_dtype(self.self_attn.o_proj))) + x
         return self.mlp(self.post_attention_layernorm(x)) + x
 
 
@@ -168,7 +169,7 @@ class Mixture(nn.Module):
                 k, v = torch.cat([keys, _rotate(k, after)], 2), torch.cat([values, v], 2)
                 attended = _attend(_rotate(q, after), k, v, bias)
             else:
-                dtype = attention.k_proj.weight.dtype
+                dtype = weight_dtype(attention.k_proj)
                 read = (part.transpose(1, 2).flatten(2).to(dtype) for part in (keys, values))
                 k, v = attention.keys_values(*read)
                 attended = _attend(_rotate(q, alone), k, v, bias_of_prefix)

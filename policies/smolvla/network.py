@@ -25,6 +25,7 @@ from policies.smolvla.backbone import Vision
 from policies.smolvla.config import SmolVLASizes
 from policies.smolvla.mixture import Mixture
 from policies.torchvision_operators import import_torchvision
+from policies.quantised import weight_dtype
 
 
 class SmolVLANetwork(FlowNetwork):
@@ -51,7 +52,7 @@ class SmolVLANetwork(FlowNetwork):
 
     def fill_image_tokens(self, tokens: tuple[int, ...]) -> None:
         """Have these special tokens around images: a beginning of two and an end of one, or none."""
-        device = self.projector.weight.device
+        device = next(self.projector.parameters()).device
         self.register_buffer("image_tokens", torch.tensor(tokens, dtype=torch.long, device=device), persistent=False)
 
     def checkpoint_name(self, name: str) -> str:
@@ -94,8 +95,7 @@ class SmolVLANetwork(FlowNetwork):
 
     def with_state(self, prefix: Prefix, state: Tensor) -> Prefix:
         """The prefix and a token of the state; `hidden` stays that of images and prompt."""
-        weight = self.state_proj.weight
-        token = self.state_proj(state.to(weight.dtype))[:, None].to(prefix.cache.keys[0].dtype)
+        token = self.state_proj(state.to(weight_dtype(self.state_proj)))[:, None].to(prefix.cache.keys[0].dtype)
         present = torch.cat([prefix.present, prefix.present.new_ones(len(state), 1)], 1)
         positions = prefix.present.sum(1, keepdim=True)
         _, cache = self.mixture.prefix(token, positions, present[:, None], prefix.cache)
@@ -105,7 +105,7 @@ class SmolVLANetwork(FlowNetwork):
 
     def embed_suffix(self, x: Tensor, t: Tensor) -> Tensor:
         """A noisy chunk [B, H, A] at times [B] to tokens [B, H, w]."""
-        actions = self.action_in_proj(x.to(self.action_in_proj.weight.dtype))
+        actions = self.action_in_proj(x.to(weight_dtype(self.action_in_proj)))
         time = time_embedding(t, self.sizes.expert.width).to(actions.dtype)
         both = torch.cat([actions, time[:, None].expand_as(actions)], 2)
         return self.action_time_mlp_out(functional.silu(self.action_time_mlp_in(both)))
@@ -119,7 +119,7 @@ class SmolVLANetwork(FlowNetwork):
         return self.mixture.suffix(tokens, positions, torch.cat([before, own], 2), prefix.cache)
 
     def velocity_of(self, suffix: Tensor) -> Tensor:
-        return self.action_out_proj(suffix.to(self.action_out_proj.weight.dtype)).float()
+        return self.action_out_proj(suffix.to(weight_dtype(self.action_out_proj))).float()
 
     def _between_tokens(self, images: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         """[B, I + E, 2 + patches + 1, W]: special tokens around each image, also of the E images without a camera that
