@@ -45,7 +45,7 @@ def check_base(base: str) -> None:
     """Raise `PolicyError` for an unknown type of base, and where bitsandbytes is not installed."""
     if base not in BASES:
         raise PolicyError(f"a base is of {' or '.join(BASES)}, got {shown(base)}")
-    _library()
+    library()
 
 
 def quantise(model: nn.Module, base: str) -> None:
@@ -110,19 +110,23 @@ class QuantisedMatrix(nn.Module):
 
     def __init__(self, weight: Tensor, base: str) -> None:
         super().__init__()
-        library = _library()
+        functions = library()
         self.base, self.dtype, self.shape = base, weight.dtype, (weight.shape[0], weight.shape[1])
         parts: dict[str, Tensor]
         if base == "int8":
-            codes, state = library.quantize_blockwise(weight, code=_levels(weight.device), blocksize=BLOCK)
+            codes, state = functions.quantize_blockwise(weight, code=_levels(weight.device), blocksize=BLOCK)
             parts = {"codes": codes, "largest": state.absmax}
         else:
-            codes, state = library.quantize_4bit(weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+            codes, state = functions.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+            offset = state.absmax.mean()
+            nested, nested_state = functions.quantize_blockwise(
+                state.absmax - offset, code=dynamic_levels(weight.device), blocksize=NESTED_BLOCK
+            )
             parts = {
                 "codes": codes,
-                "largest": state.absmax,
-                "largest_scale": state.state2.absmax,
-                "largest_offset": state.offset.reshape(1),
+                "largest": nested,
+                "largest_scale": nested_state.absmax,
+                "largest_offset": offset.reshape(1),
             }
         for name, part in parts.items():
             self.register_parameter(name, nn.Parameter(part, requires_grad=False))
@@ -150,14 +154,14 @@ class QuantisedMatrix(nn.Module):
         """float32 [R C / 64]."""
         if self.base == "int8":
             return self.largest
-        _library()
+        library()
         found: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
-            self.largest, self.largest_scale, _nested_levels(self.largest.device), NESTED_BLOCK, torch.float32
+            self.largest, self.largest_scale, dynamic_levels(self.largest.device), NESTED_BLOCK, torch.float32
         )
         return found + self.largest_offset
 
     def _numbers(self, codes: Tensor, largest: Tensor, shape: tuple[int, int]) -> Tensor:
-        _library()  # whose operators these are
+        library()  # whose operators these are
         if self.base == "int8":
             found: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
                 codes, largest, _levels(codes.device), BLOCK, self.dtype
@@ -235,12 +239,12 @@ def _fits(layer: nn.Module) -> bool:
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """`bitsandbytes.functional`. Raises `PolicyError` where it is not installed."""
     try:
         import bitsandbytes.functional as library
     except ImportError as error:
-        raise PolicyError(f"a quantised base needs bitsandbytes: {INSTALL} ({error})") from error
+        raise PolicyError(f"numbers in 4 or 8 bits need bitsandbytes: {INSTALL} ({error})") from error
     return library
 
 
@@ -249,17 +253,21 @@ def _levels(device: torch.device) -> Tensor:
     return _on(device, "create_linear_map")
 
 
-def _nested_levels(device: torch.device) -> Tensor:
-    """float32 [256]: the levels of nf4's magnitudes, bitsandbytes' own for blocks of numbers."""
-    return _on(device, "create_dynamic_map")
+def dynamic_levels(device: torch.device, signed: bool = True) -> Tensor:
+    """float32 [256]: levels that are closer together near zero, bitsandbytes' own for numbers of any distribution. Both
+    1 and -1 are levels, so that the largest number of a block is stored as it is."""
+    return _on(device, "create_dynamic_map", signed)
 
 
-def _on(device: torch.device, levels: str) -> Tensor:
+def _on(device: torch.device, levels: str, signed: bool = True) -> Tensor:
     """Levels by the name of their function, kept on each device that numbers are on."""
-    return _made(device, levels) if device.type != "meta" else _made(torch.device("cpu"), levels).to(device)
+    kept = device if device.type != "meta" else torch.device("cpu")
+    return _made(kept, levels, signed).to(device)
 
 
 @cache
-def _made(device: torch.device, levels: str) -> Tensor:
-    found: Tensor = getattr(_library(), levels)()
+def _made(device: torch.device, levels: str, signed: bool) -> Tensor:
+    found: Tensor = getattr(library(), levels)(signed=signed)
+    if signed:
+        found[0] = -1.0
     return found.to(device)

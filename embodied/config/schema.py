@@ -503,6 +503,9 @@ class OptimConfig(Section):
     """Samples per optimiser step; 0: all samples of an iteration."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """Samples per forward pass; changes memory, never the result. None: the whole minibatch."""
+    recompute: bool = False
+    """Keep only the inputs of a large policy's blocks for the backward pass, which computes each block again: less
+    memory, longer updates, the same result."""
     policy_lr: Annotated[float, Field(ge=0)] = 3e-4
     """Learning rate of the policy."""
     value_lr: Annotated[float, Field(ge=0)] = 3e-4
@@ -523,6 +526,9 @@ class OptimConfig(Section):
     """Decay per step of an exponential moving average of the trained weights (openpi: 0.99, for π₀.₅ on LIBERO 0.999).
     Every checkpoint has the average in `average/` beside the weights, and `--checkpoint average` evaluates it. None: no
     average is kept."""
+    moments: Literal["int8"] | None = None
+    """Type in which Adam's two moments are stored (docs/small-cards.md). None: that of the trained weights. Checkpoints
+    are the same."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon of Adam, which is added to the root of the second moment: much smaller gradients hardly change the
     weights. For policies of 7B weights 1e-8 is usual, because their gradients are about 1e-5 at a norm of 1."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from embodied.config.schema import OptimConfig
 from embodied.errors import UserError
 from embodied.learning.parallel import ReplicatedPolicy
+from embodied.learning.quantised_adam import QuantisedAdam
 from embodied.run.checkpoint import AVERAGE
 from policies.contract import Policy, actor_parameters
 
@@ -25,7 +26,8 @@ def make_optimizer(
     policy: Policy, settings: OptimConfig, *, policy_lr: float, value_lr: float | None, eps: float
 ) -> torch.optim.Adam:
     """Adam with separate learning rates for actor and value head; `value_lr` None: the actor alone is trained. With
-    `optim.weight_decay` it is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101). Raises `UserError` where nothing
+    `optim.weight_decay` it is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101); with `optim.moments` its moments are
+    quantised. Raises `UserError` where nothing
     that is trained would decay."""
     parts = [("policy", actor_parameters(policy), policy_lr)]
     if value_lr is not None:
@@ -44,7 +46,8 @@ def make_optimizer(
             f"optim.weight_decay is {decay:g}, and nothing that is trained is a matrix, which alone decays (norms and "
             "biases do not): set it to 0"
         )
-    return torch.optim.Adam(groups, eps=eps, fused=True, decoupled_weight_decay=decay > 0)
+    kind = torch.optim.Adam if settings.moments is None else QuantisedAdam
+    return kind(groups, eps=eps, fused=True, decoupled_weight_decay=decay > 0)
 
 
 class OptimizerSteps:

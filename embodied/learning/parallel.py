@@ -155,8 +155,13 @@ class ReplicatedPolicy:
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Load policy and optimiser from a verified checkpoint, which rank 0 reads."""
         self.ranks.first_does("read the checkpoint", lambda: self._read(folder, optimizer))
-        if self.ranks.size == 1:
-            return
+        if self.ranks.size > 1:
+            self._share_read(optimizer)
+        if isinstance(optimizer, checkpoint.PacksMoments):
+            optimizer.pack()
+
+    def _share_read(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send what rank 0 has read to the other ranks."""
         for tensor in self._changing().values():
             self.ranks.broadcast(tensor)
         names = {id(parameter): name for name, parameter in self.policy.named_parameters()}

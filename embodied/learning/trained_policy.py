@@ -15,6 +15,7 @@ import torch
 from embodied.config.schema import Config
 from embodied.devices import Affinity, device_of
 from embodied.learning.parallel import ReplicatedPolicy
+from embodied.learning.recompute import recompute
 from embodied.run import checkpoint
 from embodied.run.background_writer import BackgroundWriter, Written
 from embodied.runtime.ranks import LOOPBACK, Ranks
@@ -31,6 +32,8 @@ class TrainedPolicy:
         self.policy, self._config, self._affinity = policy, config, affinity
         self.ranks = ranks or Ranks(device=device_of(policy))
         self._writer = BackgroundWriter()
+        if config.optim.recompute:
+            recompute(policy)
         self._use(ReplicatedPolicy(policy, self.ranks))
 
     def _use(self, parallel: ReplicatedPolicy) -> None:

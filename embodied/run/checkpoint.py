@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -64,6 +64,19 @@ UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, Runtime
 Arrays = dict[str, np.ndarray]
 
 
+@runtime_checkable
+class PacksMoments(Protocol):
+    """An optimiser that stores its moments in fewer bits than a checkpoint does."""
+
+    def moment(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
+        """The moment `key` of a parameter, in its type."""
+        ...
+
+    def pack(self) -> None:
+        """Store the moments of all parameters, which are as a checkpoint has them, in fewer bits."""
+        ...
+
+
 @dataclass(frozen=True)
 class OptimizerState:
     """State of Adam, by the parameters' names."""
@@ -80,7 +93,8 @@ class OptimizerState:
             name = names[id(parameter)]
             found.steps[name] = float(state["step"])
             for key in kept(state):
-                found.tensors[f"{key}.{name}"] = state[key].detach()
+                packed = isinstance(optimizer, PacksMoments) and key in MOMENTS
+                found.tensors[f"{key}.{name}"] = (optimizer.moment(parameter, key) if packed else state[key]).detach()
         return found
 
     @classmethod

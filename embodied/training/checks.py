@@ -208,8 +208,15 @@ def _environments_divide(checked: Checked) -> None:
 
 
 def _instances(checked: Checked) -> None:
-    """Ranks have rows, and policy replicas have groups of environments, where no plan says how many there are."""
+    """Ranks have rows, and policy replicas have groups of environments, where no plan says how many there are; what
+    is quantised has no shards."""
     config = checked.config
+    for key, value in (("policy.base", config.policy.base), ("optim.moments", config.optim.moments)):
+        if value is not None and config.optim.sharding == "sharded":
+            raise UserError(
+                f"{key} is {value}, and optim.sharding sharded: what is quantised is whole on every rank. Set "
+                f"optim.sharding to whole, or leave {key} out"
+            )
     replicas, groups = 1, config.farm.groups * len(checked.tasks)
     if checked.command == "train" and config.plan.mode == "configured" and not checked.run.inline:
         replicas = config.policy.replicas
@@ -307,6 +314,19 @@ def _policy_options(checked: Checked) -> None:
         if unknown is None or repr(unknown) not in str(error):
             raise
         raise PolicyError(f"{error} (--policy.options.{unknown}= removes it)") from error
+
+
+def _memory_settings(checked: Checked) -> None:
+    """The policy can have what makes an update smaller."""
+    from embodied.learning.recompute import check_recomputes
+    from policies.quantised import library
+    from policies.registry import policy_kind
+
+    config = checked.config
+    if config.optim.moments is not None:
+        library()
+    if config.optim.recompute:
+        check_recomputes(config.policy.kind, policy_kind(config.policy.kind).policy_for(config.policy.architecture))
 
 
 def _assumptions(checked: Checked) -> None:
@@ -545,6 +565,7 @@ TABLE = (
     Entry("torch", _contrasts, STARTS),
     Entry("torch", _episodes_have_limits, STARTS),
     Entry("torch", _policy_options, COMMANDS - {"plan"}),
+    Entry("torch", _memory_settings, LEARNS),
     Entry("torch", _assumptions, SIMULATES | {"serve"}),
     Entry("torch", _begun_alike, ROLLOUTS | LEARNS),
     Entry("torch", _acts_alike, ACTS | {AT_END}),

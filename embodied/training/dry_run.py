@@ -31,6 +31,7 @@ from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import holds_shards
 from policies.contract import Policy
+from policies.quantised import count_weights
 from sim_farm.contract import TaskInfo
 from sim_farm.shared_memory.frame_memory import nbytes_of
 from sim_farm.workers.hosts import InProcess
@@ -146,7 +147,7 @@ def _policy(config: Config, policy: Policy, info: TaskInfo) -> dict[str, Any]:
 
 
 def _count(policy: Policy, trained: bool = False) -> int:
-    return sum(p.numel() for p in policy.parameters() if p.requires_grad or not trained)
+    return sum(p.numel() for p in policy.parameters() if p.requires_grad) if trained else count_weights(policy)
 
 
 def _iteration(run: RunSpec, infos: list[TaskInfo]) -> dict[str, Any]:

@@ -79,10 +79,10 @@ def holds_shards(config: Config, trained: float, whole: float, accelerated: bool
     """True if several ranks have shards of a policy of so many parameters (or bytes), of which so many are trained.
 
     `optim.sharding: auto` has shards where they save what is worth saving: gradients, moments and masters of most of
-    the policy, on GPUs.
+    the policy, on GPUs. What is quantised has none.
     """
     if config.optim.sharding == "auto":
-        return accelerated and 2 * trained > whole
+        return accelerated and 2 * trained > whole and config.policy.base is config.optim.moments is None
     return config.optim.sharding == "sharded"
 
 

@@ -165,6 +165,7 @@ VERBS = {
         (
             *(*_EPISODES, "name", "track", "sft", "eval"),
             *("optim.micro_batch", "optim.max_grad_norm", "optim.ranks", "optim.sharding"),
+            *("optim.moments", "optim.recompute"),
             *("optim.lr_schedule", "optim.weight_decay", "optim.ema"),
         ),
         (*_ACTS, *_DURING),
