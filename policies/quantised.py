@@ -28,9 +28,12 @@ BASES = ("nf4", "int8")
 BLOCK = 64
 """Numbers of a block; a matrix with a shorter side stays as it is, which saves next to nothing and is mostly a
 projection of a state or an action."""
+RELATIVE_ERROR = {"nf4": 0.092, "int8": 0.006}
+"""Norm of what quantising changes, as a share of the matrix's, for numbers of a normal distribution."""
 NESTED_BLOCK = 256
 """Magnitudes of a block of magnitudes."""
-# PEFT imports bitsandbytes where it is installed, which then warns that a product for some CPUs, not used here, is absent.
+# PEFT imports bitsandbytes where that is installed, which then warns that a product for some CPUs, not used here, is
+# absent.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 INSTALL = "pip install 'embodied-farm[quantised]'"
 HANG_ONE = "set policy.options.lora_rank for a new one, or policy.options.adapter, or leave policy.base out"
@@ -135,6 +138,10 @@ class QuantisedMatrix(nn.Module):
     """uint8: the levels' indices, [R, C] of int8, [R C / 2, 1] of nf4, two in a byte."""
     largest: nn.Parameter
     """[R C / 64]: float32 magnitudes of the blocks; of nf4 uint8 indices."""
+    largest_scale: nn.Parameter
+    """Of nf4: float32 [R C / 64 / 256], the magnitudes of `largest`."""
+    largest_offset: nn.Parameter
+    """Of nf4: float32 [1], which `largest` are differences to."""
 
     def dequantised(self) -> Tensor:
         """[R, C] of `dtype`."""

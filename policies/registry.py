@@ -67,12 +67,12 @@ def _checked_kind(found: Any, name: str) -> PolicyKind:
     return kind
 
 
-def build(kind: str, spec: PolicySpec, seed: int, base: str | None = None, **architecture: Any) -> Policy:
+def build(kind: str, spec: PolicySpec, seed: int, base: Any = None, **architecture: Any) -> Policy:
     """A new policy of `kind` on the CPU, its weights determined by the seed; global generators are untouched.
 
-    `base`: type of the frozen matrices under an adapter (`policies.quantised`); None: that of the policy. `architecture`
-    are the options of the kind (`PolicyKind.options`). Raises `PolicyError` for one that is unknown
-    or of another type than its default, so that a configuration file cannot cause another error.
+    `base`: type of the frozen matrices under an adapter, `nf4` or `int8` (`policies.quantised`); None: that of the
+    policy. `architecture` are the options of the kind (`PolicyKind.options`). Raises `PolicyError` for one that is
+    unknown or of another type than its default, so that a configuration file cannot cause another error.
     """
     found = _with_options(kind, architecture)
     check_actions(kind, spec)

@@ -14,6 +14,8 @@ from embodied.errors import UserError
 from embodied.run.folder import whole_checkpoint
 from embodied.run.saved_settings import find_run
 from embodied.workflows.conventions import in_words, trained_under
+from policies.contract import Policy
+from policies.quantised import RELATIVE_ERROR
 
 
 def run(args: Arguments) -> dict[str, Any]:
@@ -31,22 +33,33 @@ def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict
     found = whole_checkpoint(run_dir, folder)
     assert found is not None
     policy = policies.load(found)
+    changed = f"; {_dequantised(policy.base)}" if policy.base is not None else ""
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         policies.export(policy, aside)
-        _describe(aside / "README.md", policy.kind, found)
+        _describe(aside / "README.md", policy, found)
         aside.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): name another folder with --out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    show(f"[bold]{out}[/]: {policy.kind} of {found}; its conventions are in README.md")
+    show(f"[bold]{out}[/]: {policy.kind} of {found}; its conventions are in README.md{changed}")
     return {"checkpoint": str(found), "kind": policy.kind, "exported": str(out)}
 
 
-def _describe(path: Path, kind: str, folder: Path) -> None:
-    """Write the conventions that the policy was trained under, which no community's layout has a place for."""
+def _dequantised(base: str) -> str:
+    """What an export has in place of the matrices that were quantised."""
+    return (
+        f"its base was trained above in {base}: the exported matrices are the dequantised ones with the adapter added, "
+        f"by which the policy computed, and differ from the base's files by about {RELATIVE_ERROR[base]:.1%} of their "
+        "norm"
+    )
+
+
+def _describe(path: Path, policy: Policy, folder: Path) -> None:
+    """Write the conventions that the policy was trained under, which no community's layout has a place for, and what
+    quantising has changed."""
     trained = trained_under(folder)
     rows = {} if trained is None else in_words(trained)
     text = "Nothing says under which conventions it was trained: the checkpoint does not lie below its run.\n"
@@ -56,4 +69,6 @@ def _describe(path: Path, kind: str, folder: Path) -> None:
             f"A program that loads it has to show and to execute what it was trained with:\n\n| | |\n|---|---|\n{table}"
         )
     with path.open("a") as file:  # behind that of the base
-        file.write(f"\n# {kind} of {folder.name}\n\n{text}")
+        file.write(f"\n# {policy.kind} of {folder.name}\n\n{text}")
+        if policy.base is not None:
+            file.write(f"\nQuantised: {_dequantised(policy.base)}.\n")

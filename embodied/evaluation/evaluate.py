@@ -437,6 +437,8 @@ def _weights_of(subject: Subject) -> str:
     """The policy's checkpoint, files and statistics in a line."""
     parts = [str(subject.checkpoint or subject.config.policy.init or "")]
     parts += [f"{one['path']} (sha256 {one['sha256'][:12]})" for one in subject.files.values()]
+    base = subject.config.policy.base
+    parts += [] if base is None else [f"base in {base}"]
     parts += [] if subject.statistics is None else [f"statistics of {subject.statistics}"]
     parts += [] if subject.server is None else ["the weights of a policy server (eval.json: server)"]
     return ", ".join(part for part in parts if part) or "no checkpoint"

@@ -26,9 +26,8 @@ def make_optimizer(
     policy: Policy, settings: OptimConfig, *, policy_lr: float, value_lr: float | None, eps: float
 ) -> torch.optim.Adam:
     """Adam with separate learning rates for actor and value head; `value_lr` None: the actor alone is trained. With
-    `optim.weight_decay` it is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101); with `optim.moments` its moments are
-    quantised. Raises `UserError` where nothing
-    that is trained would decay."""
+    `optim.weight_decay` it is AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101); with `optim.moments` its moments
+    are quantised. Raises `UserError` where nothing that is trained would decay."""
     parts = [("policy", actor_parameters(policy), policy_lr)]
     if value_lr is not None:
         parts.append(("value_head", policy.value_head.parameters(), value_lr))

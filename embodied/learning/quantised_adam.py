@@ -62,7 +62,6 @@ class QuantisedAdam(torch.optim.Adam):
                 for key, moment in zip(MOMENTS, moments, strict=True):
                     _quantise(state, key, moment)
 
-
     def moment(self, parameter: Tensor, key: str) -> Tensor:
         """The moment `key` of a parameter, in its type."""
         state: dict[str, Any] = self.state[parameter]

@@ -1,8 +1,8 @@
 """Recomputed activations (Chen et al. 2016, arXiv 1604.06174): less memory for an update, which takes longer.
 
-A backward pass needs what each operation of the forward pass has read. Where activations are recomputed, only the inputs
-of a policy's blocks are kept, and the backward pass computes a block again just before it needs it. The numbers are the
-same. The blocks are the modules of `GathersInGroups.shards`, each of which is used by being called.
+A backward pass needs what each operation of the forward pass has read. Where activations are recomputed, only the
+inputs of a policy's blocks are kept, and the backward pass computes a block again just before it needs it. The numbers
+are the same. The blocks are the modules of `GathersInGroups.shards`, each of which is used by being called.
 """
 
 from __future__ import annotations

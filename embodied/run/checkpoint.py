@@ -93,8 +93,10 @@ class OptimizerState:
             name = names[id(parameter)]
             found.steps[name] = float(state["step"])
             for key in kept(state):
-                packed = isinstance(optimizer, PacksMoments) and key in MOMENTS
-                found.tensors[f"{key}.{name}"] = (optimizer.moment(parameter, key) if packed else state[key]).detach()
+                tensor = state[key]
+                if isinstance(optimizer, PacksMoments) and key in MOMENTS:
+                    tensor = optimizer.moment(parameter, key)
+                found.tensors[f"{key}.{name}"] = tensor.detach()
         return found
 
     @classmethod

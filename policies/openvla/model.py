@@ -20,8 +20,8 @@ from policies.contract import PolicyError
 from policies.cuda_graphs import replayed
 from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, shown, write_json
 from policies.lora import AdaptedModel
-from policies.quantised import dequantised_state
 from policies.openvla.config import TOWERS, ModelConfig, read_config
+from policies.quantised import dequantised_state
 from policies.random_weights import RANDOM_WEIGHTS, draw, empty_network
 from policies.torchvision_operators import import_torchvision
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from policies.pi0.mixture import Attention
-from policies.work import FIRST, Work, backward, batched, nbytes, trains, weight_count
 from policies.quantised import weight_dtype
+from policies.work import FIRST, Work, backward, batched, nbytes, trains, weight_count
 
 if TYPE_CHECKING:
     from policies.pi0.policy import Pi0
@@ -35,7 +35,7 @@ class Pi0Costs:
         """Work of the prefix for one row; the critic reads all of its outputs."""
         vision, layers = self.network.vision, self.network.mixture.vlm.layers
         patch, tower = vision.embeddings.patch_embedding.weight, vision.encoder
-        linear = 2 * self.patches * (weight_count(tower) + patch.numel() + self.weight_count(network.projector))
+        linear = 2 * self.patches * (weight_count(tower) + patch.numel() + weight_count(self.network.projector))
         seen = 4 * self.sizes.vision.hidden_size * self.sizes.patches**2 * self.sizes.vision.num_hidden_layers
         own = Work(linear, self.images * seen, nbytes(vision) + nbytes(self.network.projector))
         pairs = 4 * self.attention_width * self.prefix_tokens**2 * self.depth

@@ -22,8 +22,8 @@ from policies.flow_vla.network import FlowNetwork, Observation, Prefix, blocks_s
 from policies.layers import time_embedding
 from policies.pi0.config import Layout, Pi0Sizes, VisionSizes
 from policies.pi0.mixture import Mixture
-from policies.torchvision_operators import import_torchvision
 from policies.quantised import weight_dtype
+from policies.torchvision_operators import import_torchvision
 
 
 class Pi0Network(FlowNetwork):

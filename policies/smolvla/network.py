@@ -21,11 +21,11 @@ from torch.nn import functional
 
 from policies.flow_vla.network import OF_THE_VLM, FlowNetwork, Observation, Prefix, blocks_seen, one_block, positions_of
 from policies.layers import time_embedding
+from policies.quantised import weight_dtype
 from policies.smolvla.backbone import Vision
 from policies.smolvla.config import SmolVLASizes
 from policies.smolvla.mixture import Mixture
 from policies.torchvision_operators import import_torchvision
-from policies.quantised import weight_dtype
 
 
 class SmolVLANetwork(FlowNetwork):

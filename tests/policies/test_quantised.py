@@ -19,6 +19,7 @@ from policies.conformance import laws
 from policies.contract import actor_parameters
 from policies.quantised import (
     BLOCK,
+    RELATIVE_ERROR,
     QuantisedEmbedding,
     QuantisedLinear,
     QuantisedMatrix,
@@ -26,6 +27,7 @@ from policies.quantised import (
     quantise,
     quantised_layers,
 )
+from tests.variants import often
 
 ASSETS = Path(__file__).parents[2] / "assets"
 ONE = PolicySpec(action_dim=7, cameras=("base",), image_size=56)
@@ -56,7 +58,7 @@ CASES = {
 }
 COSINE = {"int8": 0.99, "nf4": 0.3}
 """Least cosine of the adapter's gradient with that above the plain base; matrices are at most 384 wide."""
-PAIRS = [*((name, "nf4") for name in CASES), ("pi0", "int8")]
+PAIRS = (*((name, "nf4") for name in CASES), ("pi0", "int8"))
 TEXTS = ("reach the red ball", "push it")
 
 
@@ -135,7 +137,7 @@ LAWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "base"), PAIRS)
+@pytest.mark.parametrize(("name", "base"), often((("openvla", "nf4"), ("pi0", "int8")), PAIRS))
 def test_quantised_policies_obey_the_laws(name, base):
     for law in LAWS:
         law(build(name, base), inputs_of(name))
@@ -164,11 +166,11 @@ def test_an_export_is_the_dequantised_base_with_the_adapter(name, base, tmp_path
     policy = build(name, base)
     policies.export(policy, tmp_path / "merged")
     options = {k: v for k, v in CASES[name].options.items() if k not in ("lora_rank", "asset")}
-    merged = policies.build(CASES[name].kind, CASES[name].spec, 0, **{**options, "checkpoint": str(tmp_path / "merged")})
-    inputs = inputs_of(name)
-    torch.testing.assert_close(
-        merged.act(inputs, None).chunk, policy.act(inputs, None).chunk, atol=2e-3, rtol=2e-3
+    merged = policies.build(
+        CASES[name].kind, CASES[name].spec, 0, **{**options, "checkpoint": str(tmp_path / "merged")}
     )
+    inputs = inputs_of(name)
+    torch.testing.assert_close(merged.act(inputs, None).chunk, policy.act(inputs, None).chunk, atol=2e-3, rtol=2e-3)
     base_files = lora.plain_state(build(name, None).adaptable)
     quantised = lora.plain_state(policy.adaptable)
     assert base_files.keys() == quantised.keys()
@@ -185,6 +187,13 @@ def test_rows_of_an_embedding_are_those_of_its_matrix(base):
         index = torch.tensor([[3, 99], [0, 3]])
         assert matrix.dequantised().dtype == dtype
         assert torch.equal(matrix.rows(index), matrix.dequantised()[index])
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_what_quantising_changes(base):
+    weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    changed = QuantisedMatrix(weight, base).dequantised() - weight
+    assert float(changed.norm() / weight.norm()) == pytest.approx(RELATIVE_ERROR[base], rel=0.03)
 
 
 @pytest.mark.parametrize("base", ["nf4", "int8"])
@@ -214,13 +223,14 @@ def test_gradients_of_a_quantised_layer_are_those_of_its_dequantised_matrix(base
     model = nn.Sequential(layer)
     quantise(model, base)
     plain = copy.deepcopy(layer)
-    plain.weight.data = model[0].weight
+    quantised: Any = model[0]
+    plain.weight.data = quantised.weight
+    found = []
     for module in (model[0], plain):
         x = torch.linspace(-1, 1, 5 * 96).view(5, 96).requires_grad_()
         module(x).square().sum().backward()
-        if module is plain:
-            torch.testing.assert_close(found, x.grad)
-        found = x.grad
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
     torch.testing.assert_close(model[0].bias.grad, plain.bias.grad)
 
 

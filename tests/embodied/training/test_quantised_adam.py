@@ -85,7 +85,9 @@ def test_a_resumed_run_takes_the_same_steps(tmp_path: Path, dtype: torch.dtype) 
     other = optimizer_of(again, moments="int8")
     ReplicatedPolicy(again, Ranks("learner", 0, 1, torch.device("cpu"))).load(folder, other)
     packed = [state for p, state in other.state.items() if p.numel() >= LEAST]
-    assert packed and all(state[key].dtype == torch.uint8 and f"{key}{LARGEST}" in state for state in packed for key in MOMENTS)
+    assert packed and all(
+        state[key].dtype == torch.uint8 and f"{key}{LARGEST}" in state for state in packed for key in MOMENTS
+    )
     for each, its in ((policy, optimizer), (again, other)):
         steps(each, its, 3, first=4)
     assert torch.equal(vector(policy), vector(again))
