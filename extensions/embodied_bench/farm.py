@@ -31,7 +31,7 @@ def bench_farm(bench: BenchFarm) -> dict[str, Any]:
     """Measure farm, peers and limit in turn, three rounds of each; medians count.
 
     What the farm is compared with is started where it is measured, and ends with it: all of it together would not fit
-    into the memory of a small machine, where a process that draws LIBERO takes 1.8 GB.
+    into the memory of a small machine, where a process that draws LIBERO takes 1.3 GB.
     """
     config = Config()
     with open_session(config) as session, contextlib.ExitStack() as stack:

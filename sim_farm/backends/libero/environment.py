@@ -15,6 +15,7 @@ control step, from what `mj_step` computed before it integrated: the positions a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import io
@@ -149,8 +150,7 @@ def _compiled(task: LiberoTask) -> SharedModel:
             model = mujoco.MjModel.from_xml_string(xml)
             # Copied at once: an environment moves fixtures as soon as it is built.
             compiled.append((model, _fields(model), bare(xml).names))
-            # MuJoCo keeps what it parsed last, here 200 MB of textures, until it parses something else.
-            mujoco.MjModel.from_xml_string(NOTHING)
+            forget_assets()
         return compiled[0][0]
 
     env = _build(task, compile_model)
@@ -159,6 +159,17 @@ def _compiled(task: LiberoTask) -> SharedModel:
     free(env)
     compiled.clear()  # its closure is among those objects
     return shared
+
+
+def forget_assets() -> None:
+    """Give back what MuJoCo keeps of a model that it has compiled: the model as parsed, until it parses another, and
+    meshes and textures as read from files, here 400 MB, of which another task's compilation is hardly faster."""
+    mujoco.MjModel.from_xml_string(NOTHING)
+    library = ctypes.CDLL(importlib.import_module("mujoco._functions").__file__)
+    library.mj_getCache.restype, library.mj_clearCache.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    library.mj_clearCache(library.mj_getCache())
+    with contextlib.suppress(AttributeError):  # glibc's, which keeps freed memory for the process otherwise
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free(env: Any) -> None:
