@@ -8,6 +8,7 @@ Tasks of one's own are those of a benchmark class that a module registers with L
     environment.py  builds robosuite's environment of a task, without a renderer, around a shared model; its scene
                     as bytes
     control.py      one control step: the same arithmetic as robosuite's, without what does not change the result
+    compiled.py     its simulation steps without the interpreter
     physics.py      resets and steps an environment
     reward.py       how much of the goal is done: the dense reward
     renderer.py     draws scenes

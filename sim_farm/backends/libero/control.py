@@ -3,15 +3,19 @@
 robosuite runs 25 simulation steps per control step, and in each of them `mj_forward` twice (once for the
 environment, once for the controller) and then `mj_step`, which does the same again. `mj_step` is
 `mj_step1` (positions, velocities) followed by `mj_step2` (forces, integration), and all that the controller reads
-is there after `mj_step1`: one pass is enough. robosuite's own controller does the rest. Names are looked up once,
-observables that are not read are not computed. That the states are equal bit for bit is a test.
+is there after `mj_step1`: one pass is enough. robosuite's own controller does the rest, in compiled form where that is
+known (`compiled.py`). Names are looked up once, observables that are not read are not computed. That the states are
+equal bit for bit is a test. Why: docs/decisions/0214-libero-compiled.md.
 """
 
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+import functools
+import importlib
 import types
+import warnings
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,8 @@ from sim_farm.backends.mujoco_gl import mujoco
 SIMULATION_STEPS = 25
 TIMESTEP = 0.002
 PERIOD = 1.0 / 20
+COMPILED = "sim_farm.backends.libero.compiled"
+"""Imported when LIBERO is used: numba reads its settings as it is imported, and `package` makes some."""
 
 
 class ObservationClock:
@@ -36,6 +42,10 @@ class ObservationClock:
 
     def reset(self) -> None:
         self._time = 0.0
+
+    def samples(self, steps: int) -> list[int]:
+        """Those of the next simulation steps after which the observation is taken."""
+        return [step for step in range(steps) if self.tick()]
 
     def tick(self, force: bool = False) -> bool:
         """After a simulation step (or a forced update): whether the observation is taken now."""
@@ -61,25 +71,53 @@ class Control:
         self._low, self._high = limits[self._joints, 0], limits[self._joints, 1]
         self._bias = 0.5 * (limits[self._fingers, 1] + limits[self._fingers, 0])
         self._weight = 0.5 * (limits[self._fingers, 1] - limits[self._fingers, 0])
+        self._begun = False
+        """True if the next simulation step's `mj_step1` is done."""
         self._controller.update = types.MethodType(_lean_update(env), self._controller)
 
-    def begin(self, action: npt.NDArray[np.float64]) -> None:
-        """The first simulation step of a control step: also sets the controller's goal."""
+    def aim(self, action: npt.NDArray[np.float64]) -> None:
+        """Begin a control step: set the controller's goal, from where the first simulation step sees the robot."""
         mujoco.mj_step1(self.model, self.data)
         self._controller.set_goal(action[:6])
-        self._finish(action)
+        self._begun = True
 
-    def go_on(self, action: npt.NDArray[np.float64]) -> None:
-        """Each of the others."""
-        mujoco.mj_step1(self.model, self.data)
-        self._finish(action)
+    def simulate(self, action: npt.NDArray[np.float64], steps: int) -> npt.NDArray[np.float64]:
+        """Run that many simulation steps; the joint positions before the last of them."""
+        before = self.data.qpos
+        for step in range(steps):
+            if step == steps - 1:
+                before = self.data.qpos.copy()
+            if not self._begun:
+                mujoco.mj_step1(self.model, self.data)
+            self._begun = False
+            torques = self._controller.run_controller()
+            ctrl = self.data.ctrl
+            ctrl[self._fingers] = self._bias + self._weight * self._gripper.format_action(action[6:])
+            ctrl[self._joints] = np.clip(torques, self._low, self._high)
+            mujoco.mj_step2(self.model, self.data)
+        return before
 
-    def _finish(self, action: npt.NDArray[np.float64]) -> None:
-        torques = self._controller.run_controller()
-        ctrl = self.data.ctrl
-        ctrl[self._fingers] = self._bias + self._weight * self._gripper.format_action(action[6:])
-        ctrl[self._joints] = np.clip(torques, self._low, self._high)
-        mujoco.mj_step2(self.model, self.data)
+
+class NotCompiled(Exception):
+    """The environment's control has no compiled form, for the reason that the message says."""
+
+
+def control_of(env: Any) -> Control:
+    """The robot's control: compiled where that is known to compute the same, else robosuite's, of which a warning says
+    once why."""
+    try:
+        return importlib.import_module(COMPILED).CompiledControl(env)
+    except (NotCompiled, ImportError, AttributeError, OSError) as error:
+        _say(str(error))
+    return Control(env)
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    warnings.warn(
+        f"LIBERO's simulation steps run in Python, with the same states and about 1.6 times slower: {reason}",
+        stacklevel=2,
+    )
 
 
 def _lean_update(env: Any) -> Any:

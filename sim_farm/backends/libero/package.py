@@ -99,7 +99,8 @@ def import_robosuite() -> None:
     root = importlib.util.find_spec("robosuite")
     assert root is not None and root.submodule_search_locations is not None
     path = Path(next(iter(root.submodule_search_locations))) / "macros.py"
-    if not os.access(path.parent, os.W_OK):  # numba, which keeps compiled functions beside them, or in the home, raises
+    # Compiled functions are kept beside their source, or in the home: where it cannot be written numba raises.
+    if not all(os.access(folder, os.W_OK) for folder in (path.parent, Path(__file__).parent)):
         os.environ.setdefault("NUMBA_CACHE_DIR", str(cache() / "numba"))
     spec = importlib.util.spec_from_file_location("robosuite.macros", path)
     assert spec is not None and spec.loader is not None

@@ -4,14 +4,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, ObservationClock
+from sim_farm.backends.libero.control import SIMULATION_STEPS, Control, ObservationClock, control_of
 from sim_farm.backends.libero.data_wheels import task_of
 from sim_farm.backends.libero.environment import (
     ModelUser,
@@ -104,6 +106,8 @@ class LiberoPhysics:
 
     def _loaded(self, task: LiberoTask, env: Any, user: ModelUser) -> _Loaded:
         env.check_contact = fast_contact_check(env)
+        # Its predicates look the same addresses up in every env step, by names.
+        env.sim.model.get_joint_qpos_addr = functools.cache(env.sim.model.get_joint_qpos_addr)
         return _Loaded(
             task,
             env,
@@ -149,7 +153,7 @@ class LiberoPhysics:
             states = initial_states(self._task)
             # Where a perturbation's task file has one state alone, every episode begins from it.
             self._begin_at(states[episode.init_state if len(states) > 1 else 0])
-        self._control = Control(self._env)
+        self._control = control_of(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
         return self._result([], [], False, False)
@@ -163,7 +167,7 @@ class LiberoPhysics:
         if start:
             self._recorded_model.take(start)
             self._begin_at(start[STATE].astype(np.float64))
-            self._control = Control(self._env)
+            self._control = control_of(self._env)
             continue_control(self._env, start)
         self._gain()
         return self._result([], [], False, False)
@@ -312,14 +316,13 @@ class LiberoPhysics:
 
     def _advance(self, control: Control, action: npt.NDArray[np.float64]) -> None:
         """One env step, with the observation taken where robosuite takes it."""
-        for i in range(SIMULATION_STEPS):
-            before = self._data.qpos.copy()
-            if i == 0:
-                control.begin(action)
-            else:
-                control.go_on(action)
-            if self._clock.tick():
-                self._sense(before)
+        control.aim(action)
+        done = 0
+        for step in self._clock.samples(SIMULATION_STEPS):
+            self._sense(control.simulate(action, step + 1 - done))
+            done = step + 1
+        if done < SIMULATION_STEPS:
+            control.simulate(action, SIMULATION_STEPS - done)
 
     def _sense(self, kinematics: npt.NDArray[np.float64]) -> None:
         """Take the observation; `kinematics` are the joint positions from which MuJoCo's poses were computed."""
@@ -356,42 +359,49 @@ class LiberoPhysics:
 
 
 class _Sensors:
-    """Reads proprioception and state; addresses are looked up once."""
+    """Reads proprioception and state: numbers of MuJoCo's arrays, whose places are looked up once."""
 
     def __init__(self, env: Any) -> None:
-        robot = env.robots[0]
-        self._data = env.sim.data._data
-        self._site = robot.eef_site_id
-        self._hand = env.sim.model.body_name2id(robot.robot_model.eef_name)
-        self._fingers = (robot._ref_gripper_joint_pos_indexes, robot._ref_gripper_joint_vel_indexes)
-        self._joints = (robot._ref_joint_pos_indexes, robot._ref_joint_vel_indexes)
+        robot, data = env.robots[0], env.sim.data._data
+        # MuJoCo's own memory: it stays where it is.
+        arrays = {name: getattr(data, name).reshape(-1) for name in ("site_xpos", "xpos", "xquat", "qpos", "qvel")}
+        self._arrays = tuple(arrays.values())
+        begins = dict(zip(arrays, np.cumsum([0, *map(len, self._arrays)]), strict=False))
+
+        def places(name: str, numbers: Sequence[int]) -> npt.NDArray[np.intp]:
+            return begins[name] + np.array(numbers, np.intp)
+
+        def pose(body: int) -> list[npt.NDArray[np.intp]]:
+            """Position, and quaternion (x, y, z, w)."""
+            return [
+                places("xpos", range(3 * body, 3 * body + 3)),
+                places("xquat", [4 * body + i for i in (1, 2, 3, 0)]),
+            ]
+
+        site, fingers = robot.eef_site_id, robot._ref_gripper_joint_pos_indexes
+        hand = [
+            places("site_xpos", range(3 * site, 3 * site + 3)),
+            pose(env.sim.model.body_name2id(robot.robot_model.eef_name))[1],
+        ]
+        own = [
+            *hand,
+            places("qpos", fingers),
+            places("qpos", robot._ref_joint_pos_indexes),
+            places("qvel", robot._ref_joint_vel_indexes),
+            places("qvel", robot._ref_gripper_joint_vel_indexes),
+        ]
         address = env.sim.model.get_joint_qpos_addr
-        self._bodies = [(env.obj_body_id[name], [address(joint) for joint in joints]) for name, joints in parts(env)]
+        for name, joints in parts(env):
+            own += [*pose(env.obj_body_id[name]), places("qpos", [address(joint) for joint in joints])]
+        self._state = np.concatenate(own)
         self._axis_angle = importlib.import_module("robosuite.utils.transform_utils").quat2axisangle
 
     def read(self) -> tuple[Float32, Float32]:
         """[8] and [S] float32."""
-        data = self._data
-        quaternion = _xyzw(data.xquat[self._hand])
-        position, fingers = data.site_xpos[self._site], data.qpos[self._fingers[0]]
+        state = np.concatenate(self._arrays)[self._state]
+        position, quaternion, fingers = state[:3], state[3:7], state[7:9]
         proprio = np.concatenate((position, self._axis_angle(quaternion.copy()), fingers), dtype=np.float32)
-        robot = (
-            position,
-            quaternion,
-            fingers,
-            data.qpos[self._joints[0]],
-            data.qvel[self._joints[1]],
-            data.qvel[self._fingers[1]],
-        )
-        parts = [part for body, joints in self._bodies for part in self._pose(body, joints)]
-        return proprio, np.concatenate((*robot, *parts), dtype=np.float32)
-
-    def _pose(self, body: int, joints: list[int]) -> tuple[Any, ...]:
-        return self._data.xpos[body], _xyzw(self._data.xquat[body]), self._data.qpos[joints]
-
-
-def _xyzw(quaternion: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return quaternion[[1, 2, 3, 0]]
+        return proprio, state.astype(np.float32)
 
 
 def describe(spec: TaskSpec, task: LiberoTask, shared: SharedModel) -> TaskInfo:
