@@ -1,20 +1,19 @@
-"""Success over delays: small flow policies, taught by slow demonstrations, under every delay and method.
+"""Success over delays: small flow policies, taught by demonstrations, under every delay and method.
 
-    python benchmarks/latency.py --configs pi0_small smolvla_small --json benchmarks/results/latency_reach.json
+    python benchmarks/latency.py --json benchmarks/results/latency_reach.json
 
-The tabletop's script reaches its ball within six env steps, into which no delay of eight fits: the demonstrations are
-of the same script at a fifth of its speed. What is there already in --out is gone on with.
+The script reaches its ball within about six env steps. With chunks of eight the first one, which has no delay, decides
+an episode; with chunks of two, delays of one and two count. What is there already in --out is gone on with.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
 import tyro
 
 from embodied.commands.evaluate import evaluate_run
@@ -23,82 +22,69 @@ from embodied.commands.sft import sft_run
 from embodied.config.files import load_config, with_settings
 from embodied.config.schema import Config
 from embodied.devices import hardware
-from policies.contract import Action, Inputs
-from policies.policy_kind import PolicyKind
-from policies.scripted.policy import Scripted
 
-SPEED = 0.2
-"""Share of the script's speed."""
 TASKS = ("tabletop/reach_red", "tabletop/reach_blue")
-
-
-class SlowScript(Scripted):
-    """The script at a share of its speed."""
-
-    def act(self, inputs: Inputs, noise: torch.Tensor | None) -> Action:
-        action = super().act(inputs, noise)
-        return replace(action, chunk=action.chunk * SPEED)
-
-
-SLOW = PolicyKind(SlowScript, trainable=False)
 
 
 @dataclass
 class Arguments:
     configs: tuple[str, ...] = ("pi0_small", "smolvla_small")
-    demonstrations: int = 60
+    demonstrations: int = 100
     """Of each task."""
-    steps: int = 300
+    steps: int = 150
     """Of supervised learning."""
-    chunk: int = 8
     horizon: int = 16
-    episodes: int = 20
-    """Trials of each task under each delay and method."""
+    chunks: tuple[int, ...] = (2, 8)
+    """Executed actions of a decision, for each of which the policies are evaluated."""
+    episodes: tuple[int, ...] = (50, 20)
+    """Trials of each task under each delay and method, for each of `chunks`."""
     out: Path = Path("runs/latency")
     json: Path | None = None
 
 
 def main(args: Arguments) -> dict[str, Any]:
     out = args.out.resolve()
-    results = {name: _evaluated(name, args, out) for name in args.configs}
+    pairs = list(zip(args.chunks, args.episodes, strict=True))
+    results = {
+        name: [_result(chunk, _evaluated(name, chunk, episodes, args, out)) for chunk, episodes in pairs]
+        for name in args.configs
+    }
+    numbers = {"chunks": args.chunks, "episodes": args.episodes}
+    typed = " ".join(f"--{name} {' '.join(map(str, values))}" for name, values in numbers.items())
     result = {
-        "command": f"python benchmarks/latency.py --configs {' '.join(args.configs)} --episodes {args.episodes}",
+        "command": f"python benchmarks/latency.py --configs {' '.join(args.configs)} {typed}",
         "date": date.today().isoformat(),
         "hardware": hardware(),
         "demonstrations": args.demonstrations,
         "steps": args.steps,
-        "chunk": args.chunk,
         "horizon": args.horizon,
-        "policies": {
-            name: {
-                "protocol": found["protocol_line"],
-                **{key: found[key] for key in ("episodes", "success_rate", "success_low", "success_high")},
-                "conditions": found["conditions"],
-            }
-            for name, found in results.items()
-        },
+        "policies": results,
     }
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
-def _evaluated(name: str, args: Arguments, out: Path) -> dict[str, Any]:
+def _result(chunk: int, found: dict[str, Any]) -> dict[str, Any]:
+    kept = ("episodes", "success_rate", "success_low", "success_high", "conditions")
+    return {"chunk": chunk, "protocol": found["protocol_line"], **{name: found[name] for name in kept}}
+
+
+def _evaluated(name: str, chunk: int, episodes: int, args: Arguments, out: Path) -> dict[str, Any]:
     """The result of the policy under the protocol `latency`, all of which is on the disk."""
     settings = {
-        "env.max_episode_steps": 60, "env.num_envs": 20, "policy.chunk": args.chunk, "policy.horizon": args.horizon,
-        "farm.physics_workers": 1, "runtime.mode": "inline", "eval.episodes": args.episodes, "eval.videos": 0,
-        "sft.steps": args.steps,
+        "env.num_envs": 20, "policy.horizon": args.horizon, "farm.physics_workers": 1, "runtime.mode": "inline",
+        "eval.episodes": 20, "eval.videos": 0, "sft.steps": args.steps,
     }  # fmt: skip
     config = with_settings(load_config(name), settings, name)
     folders = _demonstrations(config, args, out)
     if not (out / name / "eval.json").is_file():
         learned = {"sft.data": folders, "name": name}
         sft_run(with_settings(config, learned, name), name, out, (out / name).exists())
-    folder = out / "evaluations" / name
+    folder = out / "evaluations" / f"{name}-{chunk}"
     if not (folder / "eval.json").is_file():
-        late = with_settings(config, {"eval.protocol": "latency"}, name)
-        evaluate_run(str(out / name), late, None, out, folder, folder.exists())
+        late = {"eval.protocol": "latency", "eval.episodes": episodes, "policy.chunk": chunk}
+        evaluate_run(str(out / name), with_settings(config, late, name), None, out, folder, folder.exists())
     return json.loads((folder / "eval.json").read_text())
 
 
@@ -106,12 +92,9 @@ def _demonstrations(config: Config, args: Arguments, out: Path) -> tuple[Path, .
     folders = tuple(out / "demonstrations" / task.replace("/", "_") for task in TASKS)
     for task, folder in zip(TASKS, folders, strict=True):
         if not folder.exists():
-            script = {
-                "env.task": task, "env.cameras": config.env.cameras, "env.max_episode_steps": 60,
-                "policy.kind": "benchmarks.latency:SLOW", "runtime.mode": "inline",
-            }  # fmt: skip
-            slow = with_settings(load_config("tabletop_scripted"), script, "script")
-            record_run("tabletop_scripted", slow, None, folder, args.demonstrations, False, out)
+            script = {"env.task": task, "env.cameras": config.env.cameras, "runtime.mode": "inline"}
+            scripted = with_settings(load_config("tabletop_scripted"), script, "script")
+            record_run("tabletop_scripted", scripted, None, folder, args.demonstrations, False, out)
     return folders
 
 

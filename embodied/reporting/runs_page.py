@@ -366,9 +366,11 @@ def _table(groups: Sequence[Alike]) -> str:
 
 
 def _perturbed(groups: Sequence[Alike]) -> str:
-    """Success under perturbations: a chart for each axis with a curve for each setting, and a table; empty where no
-    run's evaluation was perturbed."""
+    """Success under perturbations or delays: a chart for each axis with a curve for each setting, and a table; empty
+    where no run's evaluation has them."""
     found = [group.perturbed() for group in groups]
+    delay = any(one.delay for group in groups for run in group.runs for one in run.conditions)
+    without = "no delay (wait)" if delay else "unperturbed"
     keys = list(dict.fromkeys(key for one in found for key in one))
     if not keys:
         return ""
@@ -384,20 +386,28 @@ def _perturbed(groups: Sequence[Alike]) -> str:
             ]
             means = [None if one is None else one[0] for one in found_at]
             drawn.append(charts.Line(group.title, means, colour=_colour(number), band=bands, end=group.names))
-        heads = ["unperturbed" if level == 0 else f"{curve} {level}" for level in levels]
-        chart = charts.lines([*map(float, levels)], drawn, "level", heads, show=charts.percent, y_range=(0.0, 1.0))
+        heads = [without if level == 0 else f"{curve} {level}" for level in levels]
+        chart = charts.lines(
+            [*map(float, levels)],
+            drawn,
+            "delay in env steps" if delay else "level",
+            heads,
+            show=charts.percent,
+            y_range=(0.0, 1.0),
+        )
         figures.append(report.card(curve, chart))
     rows = [
         (
-            escape("unperturbed" if level == 0 else f"{curve} {level}"),
+            escape(without if level == 0 else f"{curve} {level}"),
             *(_rates(one.get((curve, level))) for one in found),
         )
         for curve, level in sorted(keys, key=lambda key: (key[1] > 0, keys.index(key)))
         if level or (curve, level) == keys[0]
     ]
-    shown = report.table(("perturbed by", *(group.title for group in groups)), rows)
-    lead = f"Success by axis and level: the mean over seeds, of the same episodes, with its 95% interval, {INTERVAL}."
-    return report.section("Under perturbations", report.grid("two", figures) + shown, lead)
+    shown = report.table(("delay" if delay else "perturbed by", *(group.title for group in groups)), rows)
+    by = "method and delay in env steps" if delay else "axis and level"
+    lead = f"Success by {by}: the mean over seeds, of the same episodes, with its 95% interval, {INTERVAL}."
+    return report.section("Under delays" if delay else "Under perturbations", report.grid("two", figures) + shown, lead)
 
 
 def _rates(rates: Sequence[tuple[float, int]] | None) -> str:

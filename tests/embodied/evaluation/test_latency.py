@@ -349,3 +349,8 @@ def test_the_runs_page_shows_success_by_delay(run: Path, tmp_path: Path) -> None
     assert report_runs([str(home)], tmp_path) is not None
     page = (home / "report.html").read_text()
     assert "Under delays" in page and "naive, 2 env steps" in page and "no delay (wait)" in page
+    shutil.copytree(home, tmp_path / "twin")
+    several = report_runs([str(home), str(tmp_path / "twin")], tmp_path, tmp_path / "both.html")
+    page = Path(several["report"]).read_text()
+    assert "Under delays" in page and "ensemble 2" in page and "no delay (wait)" in page
+    assert "unperturbed" not in page
