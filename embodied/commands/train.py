@@ -34,7 +34,7 @@ def run(args: Arguments) -> dict[str, Any]:
         from embodied.run.folder import begun_from
         from embodied.training.dry_run import dry_run
 
-        return dry_run(begun_from(settings, args.runs_dir, args.resume == "auto"))
+        return dry_run(begun_from(settings, args.runs_dir, args.resume == "auto"), args.card)
     if args.seeds or args.sweep:
         resume, words = args.resume == "auto", args.words
         return train_variants(settings, args.config, args.runs_dir, resume, args.seeds, args.sweep, words=words)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from embodied.execution.assignment import (
 )
 from embodied.learning.optimizer import make_optimizer
 from embodied.learning.sharding import rank_bytes
+from embodied.planning.memory import CARDS, RESERVE, CardMemory, card_memory, smallest_change
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.training.checks import Checked, check_described, check_start, require_rows
 from embodied.training.imitator import ADAM_EPS
@@ -30,19 +33,18 @@ from embodied.trajectories.memory import MemoryLayout, MemoryShape
 from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import holds_shards
-from policies.contract import Policy
+from policies.contract import Inputs, Policy
+from policies.lora import AdaptedPolicy
 from policies.quantised import count_weights
 from sim_farm.contract import TaskInfo
 from sim_farm.shared_memory.frame_memory import nbytes_of
 from sim_farm.workers.hosts import InProcess
 
-GRADIENT_AND_MOMENTS = 3
-"""Numbers of four bytes that Adam and the backward pass keep for each trained parameter."""
 
-
-def dry_run(config: Config) -> dict[str, Any]:
-    """Check the run, ask one environment of each task for its sizes, and build the policy. Returns the figures that it
-    prints; raises as `check_start` and `check_described` do."""
+def dry_run(config: Config, card: float | None = None) -> dict[str, Any]:
+    """Check the run, ask one environment of each task for its sizes, build the policy, and predict its memory on a card
+    of so many GB (None: that of this machine, if any). Returns the figures that it prints; raises as `check_start` and
+    `check_described` do."""
     checked = Checked(command="train", config=config)
     check_start(checked)
     run = checked.run
@@ -57,6 +59,7 @@ def dry_run(config: Config) -> dict[str, Any]:
             "iteration": _iteration(run, infos),
             "bytes": _bytes(run, policy, infos),
             "placement": _placement(run),
+            **_card(run, policy, infos, card or _card_found()),
         }
     )
 
@@ -166,20 +169,86 @@ def _iteration(run: RunSpec, infos: list[TaskInfo]) -> dict[str, Any]:
 
 
 def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int]:
-    """Memory beside activations, which depend on the micro-batch."""
+    """Memory by part; trajectories and frames are the host's."""
     inputs = blank_inputs(policy, infos[0], run.config.policy.reads)
     rounds = memory_rounds(run, 0, infos)
     shape = MemoryShape.of(rounds, run.environments, policy.spec.cameras, infos, history_of(run.config))
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(run, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
+    memory = _card_memory(run, policy, inputs)
+    parts = {name: size for name, size in asdict(memory).items() if size is not None and (size or name != "average")}
     return {
-        "weights": sum(p.numel() * p.element_size() for p in policy.parameters()),
-        "gradients_and_moments": GRADIENT_AND_MOMENTS * 4 * _count(policy, trained=True),
-        **({"average": 4 * _count(policy, trained=True)} if run.config.optim.ema is not None else {}),
+        "weights": memory.frozen + memory.trained,
+        **parts,
+        "at_most_at_once": memory.total,
         "trajectories": sum(field.nbytes for field in layout.fields.values()),
         "frames": frames if policy.spec.cameras else 0,
     }
+
+
+def _card_memory(run: RunSpec, policy: Policy, inputs: Inputs) -> CardMemory:
+    """Of the policy where one card has all of it: a group of environments is decided for at once."""
+    config = run.config
+    acting = max(math.ceil(task.env.num_envs / config.farm.groups) for task in run.tasks)
+    return card_memory(config, policy, inputs, acting=acting, learning=_micro_batch(config))
+
+
+def _micro_batch(config: Config) -> int:
+    return config.optim.micro_batch or config.optim.minibatch or config.env.num_envs
+
+
+def _card_found() -> float | None:
+    """GB of this machine's first GPU."""
+    return torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else None
+
+
+def _card(run: RunSpec, policy: Policy, infos: list[TaskInfo], card: float | None) -> dict[str, Any]:
+    """Whether the run fits on a card, and with which change of settings; empty where no card is known."""
+    if card is None:
+        return {}
+    config = run.config
+
+    def predict(changed: Config) -> CardMemory:
+        built = make_policy(changed, policy_spec(changed, infos[0]), device="cpu")
+        return _card_memory(RunSpec.of(changed), built, blank_inputs(built, infos[0], changed.policy.reads))
+
+    now = predict(config)
+    found: dict[str, Any] = {"gb": f"{card:g}", "needs_gb": f"{(now.total + RESERVE) / 1e9:.2f}"}
+    if now.update is None:
+        found["note"] = "activations are not predicted for this policy"
+    if now.fits(card):
+        fits = "the run fits" if now.update is not None else "weights, gradients and moments fit"
+        return {"card": {**found, "verdict": fits}}
+    adapted = isinstance(policy, AdaptedPolicy) and policy.adapted
+    changed = smallest_change(config, predict, card, _micro_batch(config), adapted)
+    if changed is None:
+        wider = next((size for size in CARDS if now.fits(size)), None)
+        other = f"a card of {wider} GB has room for it" if wider else f"it needs more than {CARDS[-1]} GB"
+        hint = (
+            ""
+            if adapted or not isinstance(policy, AdaptedPolicy)
+            else "; an adapter (policy.options.lora_rank) needs less"
+        )
+        return {"card": {**found, "verdict": f"no change of settings makes it fit; as it is, {other}{hint}"}}
+    words = " ".join(
+        f"--{key} {value}".lower() if isinstance(value, bool) else f"--{key} {value}"
+        for key, before, value in _differences(config, changed)
+    )
+    return {
+        "card": {
+            **found,
+            "verdict": f"it does not fit; with {words} it needs {(predict(changed).total + RESERVE) / 1e9:.2f} GB",
+        }
+    }
+
+
+def _differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
+    for section in ("optim", "policy"):
+        old, new = getattr(before, section), getattr(after, section)
+        for name in type(old).model_fields:
+            if getattr(old, name) != getattr(new, name):
+                yield f"{section}.{name}", getattr(old, name), getattr(new, name)
 
 
 def _placement(run: RunSpec) -> dict[str, Any]:

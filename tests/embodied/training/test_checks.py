@@ -264,7 +264,7 @@ def test_a_dry_run_says_shapes_memory_and_placement_and_starts_nothing(capsys: p
     iteration = found["iteration"]
     assert (iteration["samples"], iteration["minibatch"], iteration["optimiser_steps"]) == (2048, 512, 8)
     assert found["bytes"]["frames"] >= 2048 * 56 * 56 * 3 > found["bytes"]["trajectories"] > 0
-    assert found["bytes"]["gradients_and_moments"] == 12 * found["policy"]["trained"]
+    assert found["bytes"]["gradients"] + found["bytes"]["moments"] == 12 * found["policy"]["trained"]
     assert "iteration: environments 32, samples 2,048" in capsys.readouterr().out
     assert cli.main(["train", "reach", "--dry-run", "--env.task", "tabletop/rech"]) == 2
 
