@@ -194,6 +194,22 @@ class PerturbedPhysics(Physics, Protocol):
         ...
 
 
+class PhysicsBatch(Protocol):
+    """Environments of one task that a worker steps at once (`Backend.make_batch`). What they were made of may still be
+    reset, and stepped one by one."""
+
+    @property
+    def alone(self) -> str:
+        """Reason why the environments are stepped one by one all the same, which may be found late; empty: they are
+        not."""
+        ...
+
+    def step(self, which: Sequence[int], actions: Float32) -> Sequence[PhysicsResult]:
+        """Results of the chunks `actions` [M, C, A] in the environments of `which` [M], all different: equal, bit for
+        bit, to those of each one's `Physics.step`. Raises as that."""
+        ...
+
+
 SimulatorState = Mapping[str, npt.NDArray[np.generic]]
 """The simulator's own state as its own recorders write it, by names that the backend knows."""
 
@@ -311,6 +327,8 @@ class Backend:
     """`(TaskSpec) -> Renderer`"""
     tasks: Any
     """`() -> Sequence[str]`: the task names, without the backend's prefix."""
+    make_batch: Callable[[Sequence[Any]], PhysicsBatch] | None = None
+    """`(physics of a worker) -> PhysicsBatch`, in simulators that step several environments in less time at once."""
     rewards: tuple[Literal["dense", "sparse"], ...] = ("dense", "sparse")
     """The kinds of reward that its tasks may have, the usual one first."""
     files: Callable[[str], TaskFiles | None] | None = None

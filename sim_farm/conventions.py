@@ -26,6 +26,7 @@ from sim_farm.contract import (
     Orientation,
     PerturbedPhysics,
     Physics,
+    PhysicsBatch,
     PhysicsResult,
     RecordedPhysics,
     Renderer,
@@ -82,26 +83,44 @@ class TaskPhysics:
 
     def step(self, actions: Float32) -> PhysicsResult:
         chunk = _to_simulator(checked_actions(self.info, actions), self._spec)
-        change = _perturbation(self._spec, self._episode.perturbation)
-        before = 0 if change is None else change.from_step - self._step
-        if change is None or not change.scene or not 0 < before <= len(chunk):
+        before = self.steps_to_change(len(chunk))
+        if before is None:
             return self._shown(self._executed(chunk))
         first = self._executed(chunk[:before])
-        if first.ended:
+        change = _perturbation(self._spec, self._episode.perturbation)
+        if first.ended or change is None:
             return self._shown(first)
         changed = self._change(first, change)
         if before == len(chunk):
             return self._shown(joined(first, changed))
         return self._shown(joined(first, self._executed(chunk[before:])))
 
+    def steps_to_change(self, count: int) -> int | None:
+        """Number of env steps after which the episode's perturbation changes the scene; None unless that is within the
+        next `count`."""
+        change = _perturbation(self._spec, self._episode.perturbation)
+        before = 0 if change is None or not change.scene else change.from_step - self._step
+        return before if 0 < before <= count else None
+
+    @property
+    def doing(self) -> str:
+        """The env step that is next, in words."""
+        return f"step {self._step} of the episode of seed {self._episode.seed}"
+
     def _executed(self, actions: Float32) -> PhysicsResult:
         """Result of the actions, in the simulator's convention, which are executed up to the episode's end."""
-        with failures_of(self._spec.name, f"step {self._step} of the episode of seed {self._episode.seed}"):
-            result = self.backend.step(actions)
+        with failures_of(self._spec.name, self.doing):
+            return self._counted(self.backend.step(actions), len(actions))
+
+    def executed(self, result: PhysicsResult, count: int) -> PhysicsResult:
+        """The result of `step` for a chunk of `count` actions that the backend has executed."""
+        return self._shown(self._counted(result, count))
+
+    def _counted(self, result: PhysicsResult, count: int) -> PhysicsResult:
         self._step += result.steps
-        if result.steps < len(actions) and not result.ended and self.info.turns == 1:
+        if result.steps < count and not result.ended and self.info.turns == 1:
             raise FarmError(
-                f"{self._spec.name} executed {result.steps} of {len(actions)} actions, and its episode goes on: `step` "
+                f"{self._spec.name} executed {result.steps} of {count} actions, and its episode goes on: `step` "
                 "executes a whole chunk, or up to the episode's end, or of a turn where TaskInfo.turns says that there "
                 "are some. Episodes are replayed in chunks, whatever policy.chunk is"
             )
@@ -148,6 +167,35 @@ class TaskPhysics:
 
     def close(self) -> None:
         self.backend.close()
+
+
+class TaskBatch:
+    """Environments of one task that are stepped at once, as far as their simulator can: the results are those of
+    `TaskPhysics.step`."""
+
+    def __init__(self, physics: Sequence[TaskPhysics], backend: PhysicsBatch | None) -> None:
+        """`backend` is made of what the physics wrap; None: they are stepped one by one."""
+        self._physics, self._backend = tuple(physics), backend
+        self._spec = physics[0].info.spec
+
+    @property
+    def alone(self) -> str:
+        """See `PhysicsBatch.alone`; empty where the simulator has nothing to share."""
+        return "" if self._backend is None else self._backend.alone
+
+    def step(self, which: Sequence[int], actions: Float32) -> list[PhysicsResult]:
+        """Results of the chunks `actions` [M, C, A] in the environments of `which` [M]."""
+        physics = [self._physics[row] for row in which]
+        count = actions.shape[1]
+        shared = [i for i, one in enumerate(physics) if self._backend and one.steps_to_change(count) is None]
+        found: dict[int, PhysicsResult] = {}
+        if self._backend is not None and shared:
+            given = actions[shared]
+            checked = checked_actions(self._physics[0].info, given.reshape(-1, given.shape[-1])).reshape(given.shape)
+            with failures_of(self._spec.name, f"one of {', '.join(physics[i].doing for i in shared)}"):
+                results = self._backend.step([which[i] for i in shared], _to_simulator(checked, self._spec))
+            found = {i: physics[i].executed(result, count) for i, result in zip(shared, results, strict=True)}
+        return [found[i] if i in found else one.step(actions[i]) for i, one in enumerate(physics)]
 
 
 def _perturbation(spec: TaskSpec, index: int | None) -> Perturbation | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sim_farm.contract import Backend, FarmError, Renderer, TaskSpec
-from sim_farm.conventions import TaskPhysics, TaskRenderer, check_perturbations, check_task, plain
+from sim_farm.conventions import TaskBatch, TaskPhysics, TaskRenderer, check_perturbations, check_task, plain
 from sim_farm.failures import failures_of
 from sim_farm.named_code import entry_point, entry_point_names, module_of, named
 
@@ -106,6 +107,12 @@ def make_physics(spec: TaskSpec) -> TaskPhysics:
     if not found.exact_replay:
         physics.info = replace(physics.info, inexact="the simulator declares exact_replay=False")
     return physics
+
+
+def make_batch(spec: TaskSpec, physics: Sequence[TaskPhysics]) -> TaskBatch:
+    """The environments of the task, for a worker that steps several of them at once."""
+    make = resolve(spec.name)[0].make_batch
+    return TaskBatch(physics, make([one.backend for one in physics]) if make and len(physics) > 1 else None)
 
 
 def make_renderer(spec: TaskSpec) -> Renderer:

@@ -29,7 +29,7 @@ from sim_farm.conformance.checks import (
     rewards_of,
 )
 from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, TaskSpec
-from sim_farm.registry import make_physics, make_renderer
+from sim_farm.registry import make_batch, make_physics, make_renderer, resolve
 
 LIMIT = 5
 """Env steps of the episodes that laws about the end run into."""
@@ -109,6 +109,39 @@ def chunk_equals_single_steps(spec: TaskSpec) -> None:
         for name in PER_STEP:
             joined = np.concatenate([getattr(part, name) for part in parts])
             assert np.array_equal(getattr(whole, name), joined), f"{name} of a chunk is not that of its steps"
+
+
+def batch_equals_single_environments(spec: TaskSpec) -> None:
+    """Environments that a worker steps at once, all or some of them, give what each gives by itself."""
+    if resolve(spec.name)[0].make_batch is None:
+        raise NotApplicable("the simulator steps environments one by one (Backend.make_batch is None)")
+    spec = replace(spec, max_episode_steps=24)
+    with physics_of(spec) as alone, ExitStack() as stack:
+        together = [stack.enter_context(closing(make_physics(spec))) for _ in range(3)]
+        batch, seeds = make_batch(spec, together), iter(range(40, 80))
+        seen: list[list[tuple[EpisodeSpec, list[Any], list[Any]]]] = [[] for _ in together]
+
+        def begin(env: int) -> None:
+            episode = EpisodeSpec(next(seeds))
+            seen[env].append((episode, [together[env].reset(episode)], []))
+
+        for env in range(3):
+            begin(env)
+        for turn, chunk in enumerate(random_actions(alone.info, 3 * 2 * 24).reshape(24, 3, 2, -1)):
+            which = [env for env in range(3) if turn % 4 < 3 or env != turn % 3]
+            for env, result in zip(which, batch.step(which, chunk[which]), strict=True):
+                _, results, actions = seen[env][-1]
+                results.append(result)
+                actions.append(chunk[env])
+                if result.ended or turn == 9 + env:
+                    begin(env)
+        for env, episodes in enumerate(seen):
+            for episode, results, actions in episodes:
+                what = f"environment {env} of a batch, seed {episode.seed}"
+                assert_equal(alone.reset(episode), results[0], f"{what}: the reset differs from a single environment's")
+                for t, (action, result) in enumerate(zip(actions, results[1:], strict=True)):
+                    message = f"{what}: chunk {t} differs from a single environment's"
+                    assert_equal(alone.step(action), result, message)
 
 
 def chunk_stops_at_episode_end(spec: TaskSpec) -> None:
@@ -334,6 +367,7 @@ PHYSICS_LAWS: list[Law] = [
     reset_of_reused_equals_new,
     episodes_with_other_seeds_differ,
     chunk_equals_single_steps,
+    batch_equals_single_environments,
     chunk_stops_at_episode_end,
     truncation_at_the_limit,
     ignored_terminations_run_to_the_limit,

@@ -9,6 +9,7 @@ from sim_farm.conformance.perturbation_laws import (
 )
 from sim_farm.conformance.physics_laws import (
     actions_are_clipped,
+    batch_equals_single_environments,
     chunk_equals_single_steps,
     chunk_stops_at_episode_end,
     episodes_with_other_seeds_differ,
@@ -88,6 +89,7 @@ PROMISES = (
             ignored_terminations_run_to_the_limit,
             stepping_past_the_end_is_refused,
             actions_are_clipped,
+            batch_equals_single_environments,
         ),
         "returns, advantages and success rates are of other steps than the policy's: policy.chunk and "
         "env.max_episode_steps change what is learned and measured",
@@ -141,6 +143,7 @@ COMPARED = {
     *EXACT_REPLAY.laws,
     chunk_equals_single_steps,
     chunk_stops_at_episode_end,
+    batch_equals_single_environments,
     actions_are_clipped,
     reward_kind_changes_nothing_else,
     settling_ends_nothing,

@@ -3,6 +3,7 @@ be replayed; else their episodes end."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from functools import reduce
@@ -11,12 +12,14 @@ import numpy as np
 
 from sim_farm import render_devices
 from sim_farm.contract import EpisodeSpec, FarmError, Float32, Physics, PhysicsResult
-from sim_farm.conventions import joined
-from sim_farm.registry import make_physics
+from sim_farm.conventions import TaskBatch, TaskPhysics, joined
+from sim_farm.registry import make_batch, make_physics
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.doorbell import Doorbell
 from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.worker import Worker, WorkerSetup
+
+_log = logging.getLogger(__name__)
 
 
 class PhysicsWorker(Worker):
@@ -27,7 +30,14 @@ class PhysicsWorker(Worker):
         spec = setup.spec
         self._owned = slice(setup.index, spec.num_envs, spec.physics_workers)
         self._envs = range(spec.num_envs)[self._owned]
-        self._physics: dict[int, Physics] = {}
+        self._physics: dict[int, TaskPhysics] = {}
+        self._batches: dict[int, tuple[list[int], TaskBatch]] = {}
+        """Of each group: its environments here, and what steps them at once."""
+        self._ahead: dict[int, PhysicsResult] = {}
+        """Results of chunks that were executed together with another environment's."""
+        self._due: list[int] = []
+        """Environments of this pass that are still to be served."""
+        self._explained = setup.index != 0  # the first worker speaks for all
         self._draws = bool(setup.info.cameras)
         self._broken: set[int] = set()
         """Environments whose episode began with an observation that is not finite."""
@@ -56,6 +66,10 @@ class PhysicsWorker(Worker):
             self.slots["built"][self.setup.index] += 1
             self._progress()
             self._client.ring()
+        for group in range(self.setup.spec.groups):
+            envs = [env for env in self._envs if self.setup.spec.group_of(env) == group]
+            batch = make_batch(self.setup.spec.task, [self._physics[env] for env in envs])
+            self._batches[group] = envs, batch
         self._place_renderer()
         if self.setup.info.inexact:
             self._lose_all()
@@ -70,7 +84,8 @@ class PhysicsWorker(Worker):
         if pending:
             self._report(slot_layout.WORKING)
         last = {self.setup.spec.group_of(env): env for env in pending}
-        for env in pending:
+        for place, env in enumerate(pending):
+            self._due = pending[place:]
             self._serve_slot(env, last=last[self.setup.spec.group_of(env)] == env)
             self._progress()
         if pending:
@@ -146,7 +161,9 @@ class PhysicsWorker(Worker):
         """The result of a chunk [C, A]; where decisions look back, of its env steps one by one."""
         physics = self._physics[env]
         if self._history.observations == 1:
-            return physics.step(action)
+            if env not in self._ahead:
+                self._execute_together(env)
+            return self._ahead.pop(env)
         taken: list[PhysicsResult] = []
         while not (taken and taken[-1].ended) and len(taken) < len(action):
             taken.append(physics.step(action[len(taken)][None]))
@@ -154,6 +171,23 @@ class PhysicsWorker(Worker):
         if not all(map(_finite, taken)):
             self._broken.add(env)
         return reduce(joined, taken)
+
+    def _execute_together(self, env: int) -> None:
+        """Execute the environment's chunk, and those of the others of its group that are to be served in this pass."""
+        slots = self.slots
+        envs, batch = self._batches[self.setup.spec.group_of(env)]
+        due = [
+            one
+            for one in self._due
+            if one in envs and slots["op"][one] != slot_layout.RESET and slots["active"][one] and one not in self._lost
+        ]
+        results = batch.step([envs.index(one) for one in due], slots["action"][due])
+        self._ahead.update(zip(due, results, strict=True))
+        if batch.alone and not self._explained:
+            self._explained = True
+            _log.warning(
+                "%s: a worker's environments are stepped one by one: %s", self.setup.spec.task.name, batch.alone
+            )
 
     def _earlier(self, env: int, back: int) -> PhysicsResult:
         """The observation that many env steps before the last one; the episode's first stands for those before it."""

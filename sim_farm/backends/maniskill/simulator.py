@@ -29,14 +29,14 @@ import sapien
 import torch
 from mani_skill.agents.controllers.pd_joint_pos import PDJointPosMimicController
 from mani_skill.sensors.camera import parse_camera_configs
-from mani_skill.utils.common import flatten_state_dict
 from mani_skill.utils.registration import REGISTERED_ENVS
 
 from sim_farm.backends.camera_poses import SAPIEN, orbited
 from sim_farm.backends.maniskill import two_cubes as _registers_its_tasks  # noqa: F401
 from sim_farm.backends.maniskill.rendering import drawn_by, light_cameras, make_on_device
-from sim_farm.backends.maniskill.speed import controllers, frozen_poses, robots, short_collections, speed_up
+from sim_farm.backends.maniskill.speed import bare_reset, controllers, robots, short_collections, speed_up
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
+from sim_farm.backends.maniskill.together import Evaluated, Together, after_physics, flat, seen
 from sim_farm.contract import (
     INSTRUCTION_BYTES,
     Backend,
@@ -60,6 +60,9 @@ DEFAULT_CONTROL_MODE = "pd_joint_delta_pos"
 NEEDS_RENDER_SCENE = {"PushT-v1"}
 """Tasks that recolour their table while building it, and so cannot be built without a render scene; nor can those that
 are derived from them."""
+
+EnvStep = tuple[float, bool, bool, bool]
+"""Reward, success, terminated, truncated."""
 
 MAX_REPLICAS = 16
 """Scene replicas a renderer keeps; only tasks that draw their geometry per episode need more than one."""
@@ -142,131 +145,186 @@ class ManiSkillPhysics:
     """One ManiSkill environment without pictures. See `sim_farm.contract.Physics`."""
 
     def __init__(self, spec: TaskSpec) -> None:
-        self._env = _make(spec, render=False)
-        self.info = _info(spec, self._env)
+        self.env = _make(spec, render=False)
+        self.info = _info(spec, self.env)
         self._low = np.array(self.info.action_low, np.float32)
         self._high = np.array(self.info.action_high, np.float32)
         self._prepare()
         self._instruction = instruction_of(spec.name.partition("/")[2])
-        self._left = 0
+        self.left = 0
         self._seed = 0
         self._recorded = False
         """True if a recording is followed: to its end, solved or not."""
-        if not _objects(self._env) and any(isinstance(c, ObjectOffset) for p in spec.perturbations for c in p.scene):
+        self._lent: tuple[Together, int] | None = None
+        """What has this environment's state while it runs no code of its own, and its row there."""
+        if not _objects(self.env) and any(isinstance(c, ObjectOffset) for p in spec.perturbations for c in p.scene):
             raise FarmError(f"{spec.name} has no movable object: it has the axes camera and start, not objects")
+
+    def lend(self, row: int, together: Together) -> None:
+        """Let `together` have the environment's state whenever it is not stepped by itself."""
+        self._lent = together, row
+
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            together, row = self._lent
+            together.take_back(row)
 
     def _prepare(self) -> None:
         """Find the parts of the scene again, after ManiSkill has rebuilt it."""
-        speed_up(self._env)
-        self._entities = _movable_entities(self._env)
+        speed_up(self.env)
+        self._entities = _movable_entities(self.env)
 
     def reset(self, episode: EpisodeSpec) -> PhysicsResult:
         self._seed, self._recorded = episode.seed, False
         with torch.inference_mode():
-            if self._env.reconfiguration_freq == 0:
-                _forget_contacts(self._env)
-                _forget_targets(self._env)
+            self._take_back()
+            if self.env.reconfiguration_freq == 0:
+                _forget_contacts(self.env)
+                _forget_targets(self.env)
             self._reset(episode)
-            return self._result([], [], [], [], self._observe())
+            return self.result([], self._observe())
 
     def _reset(self, episode: EpisodeSpec) -> None:
-        self._env.reset(seed=episode.seed)
-        if self._env.reconfiguration_freq != 0:
+        with bare_reset(self.env):
+            self.env.reset(seed=episode.seed)
+        if self.env.reconfiguration_freq != 0:
             self._prepare()
-        self._left = self.info.max_episode_steps
+        self.left = self.info.max_episode_steps
 
     def perturb(self, change: SceneChange, draw: np.random.Generator) -> PhysicsResult:
         """The objects are the actors that are neither static nor kinematic; what moves is at rest. Several robots are
         each displaced independently."""
         with torch.inference_mode():
+            self._take_back()
             if isinstance(change, RobotOffset):
-                _displace_robots(self._env, change.norm, draw)
+                _displace_robots(self.env, change.norm, draw)
             else:
                 assert isinstance(change, ObjectOffset), "check_perturbations has seen the task"
                 shift = (change.distance * direction(draw, 2)).astype(np.float32)
-                for entity in _objects(self._env):
+                for entity in _objects(self.env):
                     pose = entity.pose
                     entity.pose = sapien.Pose(pose.p + np.array([*shift, 0], np.float32), pose.q)
                     _stop(entity)
-            return self._result([], [], [], [], self._observe())
+            return self.result([], self._observe())
 
     def step(self, actions: Float32) -> PhysicsResult:
-        if self._left == 0:
+        if self.left == 0:
             raise EpisodeOver("this episode has ended; reset the environment first")
-        # Not every control mode of ManiSkill clips.
-        chunk = torch.from_numpy(np.clip(actions, self._low, self._high, dtype=np.float32))
-        rewards, successes, terminations, truncations = [], [], [], []
-        obs: Any = None
+        chunk = torch.from_numpy(self.clipped(actions))
+        taken: list[EnvStep] = []
         with torch.inference_mode():
+            self._take_back()
             for i in range(len(chunk)):
-                last = i == len(chunk) - 1 or self._left == 1
-                obs, reward, success, terminated = self._step_once(chunk[i : i + 1], observe=last)
-                terminated = terminated and not self._recorded
-                self._left -= 1
-                truncated = self._left == 0 and not terminated
-                rewards.append(reward)
-                successes.append(success)
-                terminations.append(terminated)
-                truncations.append(truncated)
-                if terminated or truncated:
-                    self._left = 0
+                last = i == len(chunk) - 1 or self.left == 1
+                evaluated = self._step_once(chunk[i : i + 1], observe=last)
+                taken.append(self.count_step(evaluated, 0))
+                if self.ended:
                     break
-            return self._result(rewards, successes, terminations, truncations, obs or self._observe())
+            return self.result(taken, self._observe() if evaluated.state is None else evaluated.state[0])
 
-    def _step_once(self, action: torch.Tensor, observe: bool) -> tuple[Any, float, bool, bool]:
+    def _step_once(self, action: torch.Tensor, observe: bool) -> Evaluated:
         """ManiSkill's `step`, in its order, but observations are made only when they are read."""
-        env = self._env
-        stepped = env._step_action(_split_action(env, action))
-        env._elapsed_steps += 1
-        with frozen_poses():
-            info = env.get_info()
-            obs = env.get_obs(info, unflattened=True) if observe else None
-            reward = float(env.get_reward(obs=obs, action=stepped, info=info))
-        success = bool(info.get("success", False))
-        over = success or bool(info.get("fail", False))
-        return obs, reward, success, over and not self.info.spec.ignore_terminations
+        stepped = self.env._step_action(split_action(self.env, action))
+        return Evaluated(*after_physics(self.env, stepped, observe))
 
-    def _observe(self) -> Any:
-        with frozen_poses():
-            return self._env.get_obs(self._env.get_info(), unflattened=True)
+    def clipped(self, actions: Float32) -> Float32:
+        """Not every control mode of ManiSkill clips."""
+        return np.clip(actions, self._low, self._high, dtype=np.float32)
 
-    def _result(
-        self, rewards: list[float], success: list[bool], ended: list[bool], truncated: list[bool], obs: Any
-    ) -> PhysicsResult:
-        state = _flat(obs)
+    @property
+    def ended(self) -> bool:
+        return self.left == 0
+
+    def count_step(self, evaluated: Evaluated, row: int) -> EnvStep:
+        """The env step that has been executed: reward, success, and whether the episode has terminated or is cut."""
+        success, fail = bool(evaluated.success[row]), bool(evaluated.fail[row])
+        terminated = (success or fail) and not (self.info.spec.ignore_terminations or self._recorded)
+        self.left = 0 if terminated else self.left - 1
+        return float(evaluated.reward[row]), success, terminated, self.left == 0 and not terminated
+
+    def _observe(self) -> Float32:
+        return seen(self.env)[0]
+
+    def result(self, taken: Sequence[EnvStep], state: Float32) -> PhysicsResult:
+        reward, success, terminated, truncated = zip(*taken, strict=True) if taken else ((), (), (), ())
         return PhysicsResult(
-            reward=np.array(rewards, np.float32),
+            reward=np.array(reward, np.float32),
             success=np.array(success, np.bool_),
-            terminated=np.array(ended, np.bool_),
+            terminated=np.array(terminated, np.bool_),
             truncated=np.array(truncated, np.bool_),
             proprio=state[: self.info.proprio_dim].copy(),  # ManiSkill's state begins with the agent's
             state=state,
-            scene=_encode_scene(self._env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
+            scene=_encode_scene(self.env, self._entities, self._seed) if self.info.cameras else np.empty(0, np.uint8),
             instruction=self._instruction,
         )
 
     def go_on(self, episode: EpisodeSpec) -> None:
         self._seed = episode.seed
         with torch.inference_mode():
+            self._take_back()
             self._reset(episode)
 
     def begin_at(self, start: SimulatorState) -> PhysicsResult:
         self._recorded = True
         with torch.inference_mode():
-            put_state(self._env, start)
-            return self._result([], [], [], [], self._observe())
+            self._take_back()
+            put_state(self.env, start)
+            return self.result([], self._observe())
 
     def place(self, recorded: SimulatorState) -> PhysicsResult:
         with torch.inference_mode():
-            put_state(self._env, recorded)
-            return self._result([], [], [], [], self._observe())
+            self._take_back()
+            put_state(self.env, recorded)
+            return self.result([], self._observe())
 
     def deviation(self, recorded: SimulatorState) -> float:
-        return state_deviation(self._env, recorded)
+        return state_deviation(self.env, recorded)
 
     def close(self) -> None:
         with short_collections():
-            self._env.close()
+            self.env.close()
+
+
+class ManiSkillBatch:
+    """Environments of one task that share their Python (`together.py`). See `sim_farm.contract.PhysicsBatch`."""
+
+    def __init__(self, physics: Sequence[ManiSkillPhysics]) -> None:
+        self._physics = tuple(physics)
+        self._together = Together([one.env for one in physics])
+        for row, one in enumerate(physics):
+            one.lend(row, self._together)
+
+    @property
+    def alone(self) -> str:
+        return self._together.reason
+
+    def step(self, which: Sequence[int], actions: Float32) -> list[PhysicsResult]:
+        physics = self._physics
+        if self.alone or len(which) < 2:
+            return [physics[row].step(chunk) for row, chunk in zip(which, actions, strict=True)]
+        if any(physics[row].ended for row in which):
+            raise EpisodeOver("this episode has ended; reset the environment first")
+        chunks = np.zeros((len(physics), *actions.shape[1:]), np.float32)
+        chunks[list(which)] = physics[0].clipped(actions)
+        taken: dict[int, list[EnvStep]] = {row: [] for row in which}
+        states: dict[int, Float32] = {}
+        with torch.inference_mode():
+            for step in range(actions.shape[1]):
+                under_way = [row for row in which if not physics[row].ended]
+                last = step == actions.shape[1] - 1
+                action = split_action(physics[0].env, torch.from_numpy(chunks[:, step]))
+                evaluated = self._together.step(
+                    under_way, action, last or any(physics[row].left == 1 for row in under_way)
+                )
+                for row in under_way:
+                    taken[row].append(physics[row].count_step(evaluated, row))
+                over = [row for row in under_way if last or physics[row].ended]
+                if over:
+                    shown = self._together.seen(over) if evaluated.state is None else evaluated.state
+                    states.update((row, shown[row].copy()) for row in over)
+                if len(over) == len(under_way):
+                    break
+            return [physics[row].result(taken[row], states[row]) for row in which]
 
 
 class ManiSkillRenderer:
@@ -459,8 +517,8 @@ def _info(spec: TaskSpec, env: Any) -> TaskInfo:
         action_dim=len(low),
         action_low=tuple(low.tolist()),
         action_high=tuple(high.tolist()),
-        proprio_dim=_flat(obs["agent"]).size,
-        state_dim=_flat({"agent": obs["agent"], "extra": obs["extra"]}).size,
+        proprio_dim=flat(obs["agent"]).size,
+        state_dim=flat({"agent": obs["agent"], "extra": obs["extra"]}).size,
         scene_bytes=8 + 28 * len(_movable_entities(env)) if cameras else 0,
         cameras=cameras,
         max_episode_steps=limit,
@@ -468,7 +526,7 @@ def _info(spec: TaskSpec, env: Any) -> TaskInfo:
     )
 
 
-def _split_action(env: Any, action: torch.Tensor) -> Any:
+def split_action(env: Any, action: torch.Tensor) -> Any:
     """Tasks with several robots take one action per robot, in the order of `TaskInfo.action_low`."""
     space: Any = env.action_space
     if not isinstance(space, gym.spaces.Dict):
@@ -491,11 +549,6 @@ def _resolve_cameras(spec: TaskSpec, env: Any) -> tuple[str, ...]:
     if unknown:
         raise FarmError(f"{spec.name} has no camera {', '.join(unknown)}; it has: {', '.join(names)}")
     return spec.cameras
-
-
-def _flat(obs: Any) -> Float32:
-    """ManiSkill's own flattening of a nested observation, as an array [S]."""
-    return flatten_state_dict(obs, use_torch=True)[0].float().numpy().copy()
 
 
 def _movable_entities(env: Any) -> list[Any]:
@@ -592,5 +645,6 @@ BACKEND = Backend(
     ManiSkillRenderer,
     tasks=tasks,
     drawn_by=drawn_by,
+    make_batch=ManiSkillBatch,
     axes={"camera": 8.0, "start": 0.1, "objects": 0.01},
 )

@@ -8,7 +8,7 @@ not given to `speed_up`, ManiSkill is what it was.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -41,22 +41,27 @@ def frozen_poses() -> Iterator[None]:
         _poses = None
 
 
+def frozen(thing: Any, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What is read of the thing; while poses are frozen, a copy of what was read first. A task may write into it."""
+    if _poses is None:
+        return read()
+    known = _poses.get(id(thing))
+    if known is None:
+        known = _poses[id(thing)] = read()
+    return known.clone()
+
+
 def _freeze(cls: Any, simulator_pose: Any) -> None:
     stock = cls.pose
 
     def read(self: Any) -> Any:
-        if _poses is None:
-            return stock.fget(self)
-        known = _poses.get(id(self))
-        if known is None:
-            if len(self._objs) == 1:
-                pose = simulator_pose(self._objs[0])
-                known = torch.from_numpy(np.concatenate((pose.p, pose.q)))[None]
-            else:
-                known = stock.fget(self).raw_pose
-            _poses[id(self)] = known
-        # A copy, because a task may write into the tensor it was given.
-        return Pose(raw_pose=known.clone())
+        return stock.fget(self) if _poses is None else Pose(raw_pose=frozen(self, lambda: first_read(self)))
+
+    def first_read(self: Any) -> torch.Tensor:
+        if len(self._objs) != 1:
+            return stock.fget(self).raw_pose
+        pose = simulator_pose(self._objs[0])
+        return torch.from_numpy(np.concatenate((pose.p, pose.q)))[None]
 
     def write(self: Any, pose: Any) -> None:
         global _poses
@@ -86,6 +91,20 @@ def short_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def bare_reset(env: Any) -> Iterator[None]:
+    """Within the block `env.reset` makes no observation, which the caller makes, and seeds PyTorch's generator of the
+    CPU alone. For GPUs that are not in use PyTorch would keep every seed, with a traceback."""
+    stock = torch.manual_seed
+    torch.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    env.get_info, env.get_obs = dict, lambda info: None
+    try:
+        yield
+    finally:
+        torch.manual_seed = stock
+        del env.get_info, env.get_obs
 
 
 def speed_up(env: Any) -> None:
