@@ -29,7 +29,7 @@ NAMED_BY_TIME = ("tensorboard", "evals/", "films/")
 INLINE, RAY = "--runtime.mode inline", "--runtime.mode ray"
 DECISIONS = """cartpole pendulum pushcube pushcube_rgb reach reach_reward openvla_tiny openvla_tiny_kl openvla_oft_tiny
 openvla_small openvla_small_lora openvla_oft_small openvla_oft_two_cubes pi0_small pi0_two_cubes pi0_goal_small
-smolvla_small act_small libero_spatial_ppo countdown_ppo"""
+smolvla_small act_small diffusion_small libero_spatial_ppo countdown_ppo"""
 EPISODE_GROUPS = """reach_grpo reach_grpo_kl openvla_oft_small_grpo openvla_oft_small_dapo openvla_oft_small_reinforce
 pi0_small_stepnft countdown_grpo countdown_dapo countdown_reinforce"""
 ROWS = {

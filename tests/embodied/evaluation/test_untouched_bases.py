@@ -18,6 +18,7 @@ MOST = {
     "pi0_small": 0.2,
     "smolvla_small": 0.2,
     "act_small": 0.2,
+    "diffusion_small": 0.2,
     # An arm that moves at all pushes a cube now and then.
     "pi0_two_cubes": 0.45,
     "openvla_oft_two_cubes": 0.1,
