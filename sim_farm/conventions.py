@@ -179,6 +179,11 @@ class TaskBatch:
         self._spec = physics[0].info.spec
 
     @property
+    def shares(self) -> bool:
+        """True if it takes less time to step environments at once."""
+        return self._backend is not None and not self._backend.alone
+
+    @property
     def alone(self) -> str:
         """See `PhysicsBatch.alone`; empty where the simulator has nothing to share."""
         return "" if self._backend is None else self._backend.alone

@@ -652,6 +652,10 @@ def event_of(text: str) -> Event:
     return Event(axis, 0, step, what)
 
 
+LEAST_SHARE = 1e-4
+"""Smallest share of a delay among those of which one is drawn."""
+
+
 def delay_of(text: str) -> tuple[tuple[int, float], ...]:
     """Delays in env steps with their probabilities, which `3` or `2:80,3:20` names by weights. Raises `ValueError`."""
     found = dict[int, float]()
@@ -666,13 +670,18 @@ def delay_of(text: str) -> tuple[tuple[int, float], ...]:
     total = sum(found.values())
     if max(found) < 1 or min(found.values()) <= 0:
         raise ValueError(f"the delay {text[:100]} has no env steps or no weight: trials without a delay are always run")
+    if min(found.values()) < LEAST_SHARE * total:
+        raise ValueError(f"the delay {text[:100]} has a weight below {LEAST_SHARE:g} of all: leave that one out")
     return tuple((steps, weight / total) for steps, weight in sorted(found.items()))
 
 
 def delay_text(shares: Iterable[tuple[int, float]]) -> str:
-    """The text of delays with their shares, the same whatever the weights were given in: `2:0.8,3:0.2`, or `3`."""
-    known = list(shares)
-    return str(known[0][0]) if len(known) == 1 else ",".join(f"{steps}:{share:.4g}" for steps, share in known)
+    """The text of delays with their shares, the same whatever the weights were given in: `2:0.8,3:0.2`, or `3`. A share
+    below `LEAST_SHARE` is left out."""
+    known = [(steps, share) for steps, share in shares if share >= LEAST_SHARE]
+    if len(known) == 1:
+        return str(known[0][0])
+    return ",".join(f"{steps}:{f'{share:.6f}'.rstrip('0')}" for steps, share in known)
 
 
 def _delays(entries: tuple[str, ...]) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ class Subject:
         config = self.config
         begun = self.checkpoint or config.policy.init
         policy = {
-            **config.policy.model_dump(mode="json"),
+            **{k: v for k, v in config.policy.model_dump(mode="json").items() if (k, v) != ("base", None)},
             "cameras": config.model_dump(mode="json")["env"]["cameras"],
             "checkpoint_sha256": None if begun is None else checkpoint.digest(begun),
             "files": self.files,

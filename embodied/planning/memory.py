@@ -32,6 +32,7 @@ from embodied.learning.quantised_adam import BLOCK, LEAST
 from embodied.learning.recompute import recompute
 from policies.contract import Inputs, Policy
 from policies.errors import PolicyError
+from policies.quantised import library
 
 
 class LiveBytes(TorchDispatchMode):
@@ -126,13 +127,17 @@ def card_memory(config: Config, policy: Policy, inputs: Inputs, *, acting: int, 
 def smallest_change(config: Config, predict: Builds, card_gb: float, rows: int, adapted: bool) -> Config | None:
     """The configuration with the fewest and cheapest changes that fits on the card; None: none does. `rows`: samples of
     a micro-batch now; `adapted`: an adapter hangs on the policy, whose base can be quantised."""
-    one = {"optim": {"micro_batch": 1}}
-    steps = [one, {"optim": {"recompute": True}}, {"optim": {"moments": "int8"}}]
-    steps += [{"policy": {"base": "int8"}}, {"policy": {"base": "nf4"}}] if adapted else []
+    one: Mapping[str, Mapping[str, Any]] = {"optim": {"micro_batch": 1}}
+    steps: list[Mapping[str, Mapping[str, Any]]] = [one, {"optim": {"recompute": True}}]
+    if config.optim.sharding != "sharded":  # which divides a policy, and leaves its numbers as they are
+        steps += [{"optim": {"moments": "int8"}}]
+        steps += [{"policy": {"base": "int8"}}, {"policy": {"base": "nf4"}}] if adapted else []
     together = [steps[: count + 1] for count in range(1, len(steps))]
     for changes in [[step] for step in steps] + together:
         changed = _changed(config, changes)
         try:
+            if changed.optim.moments is not None:
+                library()
             fits = predict(changed).fits(card_gb)
         except (UserError, PolicyError):  # not for this policy, or not installed
             continue

@@ -415,7 +415,12 @@ class PolicyServer:
         size = policy.spec.action_dim
         if isinstance(sent, np.ndarray) and sent.ndim == 2:
             sent = sent[None]
-        if not isinstance(sent, np.ndarray) or sent.dtype != np.float32 or sent.shape[::2] != (rows, size):
+        if (
+            not isinstance(sent, np.ndarray)
+            or sent.dtype != np.float32
+            or sent.ndim != 3
+            or sent.shape[::2] != (rows, size)
+        ):
             got = f"{getattr(sent, 'dtype', type(sent).__name__)} {shown(getattr(sent, 'shape', sent))}"
             raise UserError(f"{LEFT_OVER} is float32 {[rows, 'L', size]}, or {['L', size]} of one row, got {got}")
         if not np.isfinite(sent).all():

@@ -33,7 +33,7 @@ from embodied.trajectories.memory import MemoryLayout, MemoryShape
 from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import holds_shards
-from policies.contract import Inputs, Policy
+from policies.contract import Policy
 from policies.lora import AdaptedPolicy
 from policies.quantised import count_weights
 from sim_farm.contract import TaskInfo
@@ -176,7 +176,7 @@ def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(run, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
-    memory = _card_memory(run, policy, inputs)
+    memory = _card_memory(run, policy, infos)
     parts = {name: size for name, size in asdict(memory).items() if size is not None and (size or name != "average")}
     return {
         "weights": memory.frozen + memory.trained,
@@ -187,15 +187,19 @@ def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int
     }
 
 
-def _card_memory(run: RunSpec, policy: Policy, inputs: Inputs) -> CardMemory:
+def _card_memory(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> CardMemory:
     """Of the policy where one card has all of it: a group of environments is decided for at once."""
     config = run.config
     acting = max(math.ceil(task.env.num_envs / config.farm.groups) for task in run.tasks)
-    return card_memory(config, policy, inputs, acting=acting, learning=_micro_batch(config))
+    inputs = blank_inputs(policy, infos[0], config.policy.reads)
+    return card_memory(config, policy, inputs, acting=acting, learning=_micro_batch(run, infos))
 
 
-def _micro_batch(config: Config) -> int:
-    return config.optim.micro_batch or config.optim.minibatch or config.env.num_envs
+def _micro_batch(run: RunSpec, infos: list[TaskInfo]) -> int:
+    """Samples of a forward pass."""
+    optim, samples = run.config.optim, run.environments * run.rounds(infos)
+    minibatch = min(optim.minibatch or samples, samples)
+    return min(optim.micro_batch or minibatch, minibatch)
 
 
 def _card_found() -> float | None:
@@ -211,7 +215,7 @@ def _card(run: RunSpec, policy: Policy, infos: list[TaskInfo], card: float | Non
 
     def predict(changed: Config) -> CardMemory:
         built = make_policy(changed, policy_spec(changed, infos[0]), device="cpu")
-        return _card_memory(RunSpec.of(changed), built, blank_inputs(built, infos[0], changed.policy.reads))
+        return _card_memory(RunSpec.of(changed), built, infos)
 
     now = predict(config)
     found: dict[str, Any] = {"gb": f"{card:g}", "needs_gb": f"{(now.total + RESERVE) / 1e9:.2f}"}
@@ -221,7 +225,7 @@ def _card(run: RunSpec, policy: Policy, infos: list[TaskInfo], card: float | Non
         fits = "the run fits" if now.update is not None else "weights, gradients and moments fit"
         return {"card": {**found, "verdict": fits}}
     adapted = isinstance(policy, AdaptedPolicy) and policy.adapted
-    changed = smallest_change(config, predict, card, _micro_batch(config), adapted)
+    changed = smallest_change(config, predict, card, _micro_batch(run, infos), adapted)
     if changed is None:
         wider = next((size for size in CARDS if now.fits(size)), None)
         other = f"a card of {wider} GB has room for it" if wider else f"it needs more than {CARDS[-1]} GB"

@@ -173,12 +173,13 @@ class PhysicsWorker(Worker):
         return reduce(joined, taken)
 
     def _execute_together(self, env: int) -> None:
-        """Execute the environment's chunk, and those of the others of its group that are to be served in this pass."""
+        """Execute the environment's chunk, and, where that takes less time, those of the others of its group that are
+        to be served in this pass. Else frames of the first can be drawn while the next is simulated."""
         slots = self.slots
         envs, batch = self._batches[self.setup.spec.group_of(env)]
         due = [
             one
-            for one in self._due
+            for one in (self._due if batch.shares else [env])
             if one in envs and slots["op"][one] != slot_layout.RESET and slots["active"][one] and one not in self._lost
         ]
         results = batch.step([envs.index(one) for one in due], slots["action"][due])

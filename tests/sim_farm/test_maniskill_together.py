@@ -6,18 +6,19 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv
-from mani_skill.utils.registration import register_env
+from mani_skill.utils.registration import REGISTERED_ENVS, register_env
 
 from sim_farm.backends.maniskill.row_checks import ARITHMETIC, FEW, OVER, RowChecks, by_rows, result
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
@@ -89,19 +90,16 @@ class PushCubeOwn(PushCubeEnv):
     """The base of tasks whose rewards differ in a batch."""
 
 
-@register_env("PushCubeShared-v1", max_episode_steps=9)
 class SharedReward(PushCubeOwn):
     def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
         return self.obj.pose.p[:, 0] - self.obj.pose.p[:, 0].mean()
 
 
-@register_env("PushCubeLogistic-v1", max_episode_steps=9)
 class LogisticReward(PushCubeOwn):
     def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
         return self.obj.pose.p[:, 0].sigmoid()
 
 
-@register_env("PushCubeCounted-v1", max_episode_steps=9)
 class CountedReward(PushCubeOwn):
     def _initialize_episode(self, env_idx: torch.Tensor, options: Any) -> None:
         super()._initialize_episode(env_idx, options)
@@ -112,14 +110,12 @@ class CountedReward(PushCubeOwn):
         return self.obj.pose.p[:, 0] - self.nearest
 
 
-@register_env("PushCubeBranching-v1", max_episode_steps=9)
 class BranchingReward(PushCubeOwn):
     def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
         near = self.agent.tcp.pose.p[:, 2] < 0.17
         return self.obj.pose.p[:, 0] * (0.5 if near.any() else 0.25)
 
 
-@register_env("PushCubeRemembering-v1", max_episode_steps=9)
 class RememberingReward(PushCubeOwn):
     """Written for a batch: its reward depends on the step before."""
 
@@ -133,6 +129,26 @@ class RememberingReward(PushCubeOwn):
         return self.before - before + self.started["at"][:, 1]
 
 
+OWN = {
+    "PushCubeShared-v1": SharedReward,
+    "PushCubeLogistic-v1": LogisticReward,
+    "PushCubeCounted-v1": CountedReward,
+    "PushCubeBranching-v1": BranchingReward,
+    "PushCubeRemembering-v1": RememberingReward,
+}
+
+
+@pytest.fixture
+def own_tasks() -> Iterator[None]:
+    """Tasks that are registered in this process for one test: others list the tasks that there are."""
+    for name, cls in OWN.items():
+        register_env(name, max_episode_steps=9)(cls)
+    yield
+    for name in OWN:
+        del REGISTERED_ENVS[name], gymnasium.registry[name]
+
+
+@pytest.mark.usefixtures("own_tasks")
 @pytest.mark.parametrize(
     ("task", "why"),
     [
@@ -151,6 +167,7 @@ def test_a_task_that_cannot_be_batched_says_why_and_is_stepped_one_by_one(task: 
     close_kept()
 
 
+@pytest.mark.usefixtures("own_tasks")
 def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     spec = FarmSpec(TaskSpec("maniskill/PushCubeShared-v1"), EndlessEpisodes(1), num_envs=4, chunk=2, groups=2)
     with caplog.at_level(logging.WARNING), closing(Farm.create(spec, InProcess())) as farm:

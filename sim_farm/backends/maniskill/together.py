@@ -504,7 +504,7 @@ class Together:
         if self.reason:
             return self._one_by_one(rows, alone)
         checking, checks = self._unchecked > 0, RowChecks(len(self._envs))
-        before = [(code, dict(vars(code))) for code in self._joining.codes]
+        before = [] if checking else [(code, _kept(vars(code))) for code in self._joining.codes]
         found: Arrays = ()
         try:
             with self._only(rows), by_rows(), checks if checking else nullcontext():
@@ -577,6 +577,16 @@ def _rests(part: Any) -> bool:
     idle = (BaseAgent, MultiAgent, BaseController, PDJointPosController)
     known = any(type(part).before_simulation_step is one.before_simulation_step for one in idle)
     return known and not getattr(getattr(part, "config", None), "interpolate", False)
+
+
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
+    """The attributes as they are now: tensors may be changed in place."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor)
+        else Pose(raw_pose=value.raw_pose.clone()) if isinstance(value, Pose)
+        else value
+        for name, value in values.items()
+    }  # fmt: skip
 
 
 def _tensor(value: Any) -> torch.Tensor:

@@ -220,7 +220,7 @@ CONDITIONAL = {"eval.tasks", "policy.init"}
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["sft", "reach", "--optim.epochs", "2"], "ema, max_grad_norm, ranks, sharding; read by `embodied train`"),
+        (["sft", "reach", "--optim.epochs", "2"], "moments, max_grad_norm, ranks, sharding; read by `embodied train`"),
         (["eval", "reach", "--iterations", "3"], "`embodied eval` does not read iterations (3): leave it out"),
         (["eval", "reach", "--policy.replicas", "2"], "does not read policy.replicas (2)"),
         (["record", "reach", "--out", "demos", "--eval.episodes", "5"], "of eval it reads init_states, greedy"),

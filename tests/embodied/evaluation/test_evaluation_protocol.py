@@ -10,7 +10,17 @@ import pytest
 from embodied.config.files import parse_config
 from embodied.config.schema import Config, EvalConfig
 from embodied.errors import UserError
-from embodied.evaluation.protocol import GENERALISATION, PRESETS, Protocol, as_data, expand, from_data, protocol_of
+from embodied.evaluation.protocol import (
+    GENERALISATION,
+    LATENCY,
+    PRESETS,
+    Protocol,
+    as_data,
+    expand,
+    from_data,
+    protocol_of,
+)
+from embodied.rollout.executed_chunks import Delayed
 from sim_farm.catalogue import check_task
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec
 from sim_farm.perturbations import Perturbation
@@ -64,6 +74,7 @@ def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> Non
         "seeding": "once", "unseeded_resets": 1, "cameras": 2, "chunk": 3, "version": 1,
         "ignore_terminations": True, "attempts": 2, "task_digests": {"tabletop/reach": "0"},
         "perturbations": {"tabletop/reach": (Perturbation("words", 1, words="please {}"),)},
+        "delays": (Delayed("naive", "1", 3),),
     }  # fmt: skip
     assert others.keys() == {f.name for f in fields(Protocol)}
     hashes = {replace(base, **{name: value}).sha256 for name, value in others.items()} | {base.sha256}
@@ -118,7 +129,7 @@ def published(name: str, **more: Any) -> Protocol:
 def test_every_preset_can_be_named_in_a_configuration() -> None:
     literal = EvalConfig.model_fields["protocol"].annotation
     named = {name for option in get_args(literal) for name in get_args(option)}
-    assert named == {*PRESETS, GENERALISATION}
+    assert named == {*PRESETS, GENERALISATION, LATENCY}
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ def test_an_answers_memory_is_not_predicted() -> None:
     assert peaks(build("language", None), inputs_of("language", 1), acting=2, learning=2) is None
 
 
+def test_a_minibatch_of_all_samples_is_predicted_as_such() -> None:
+    config = load_config("openvla_tiny")
+    all_samples = config.optim.model_copy(update={"minibatch": 0, "micro_batch": None})
+    whole = dry_run(config.model_copy(update={"optim": all_samples}), 24)
+    given = config.optim.model_copy(update={"minibatch": whole["iteration"]["samples"], "micro_batch": None})
+    assert dry_run(config.model_copy(update={"optim": given}), 24)["bytes"] == whole["bytes"]
+
+
 def test_a_dry_run_names_the_smallest_change_that_fits() -> None:
     config = load_config("openvla_small_lora")
     config = config.model_copy(update={"env": config.env.model_copy(update={"num_envs": 2})})

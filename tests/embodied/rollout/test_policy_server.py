@@ -441,6 +441,7 @@ def test_a_request_with_a_left_over_is_answered_with_all_that_is_predicted() -> 
         for more, said in (
             ({LEFT_OVER: np.zeros((2, 7), np.float32)}, "the policy flow continues no chunk"),
             ({LEFT_OVER: np.zeros((2, 6), np.float32)}, r"is float32 \[1, 'L', 7\]"),
+            ({LEFT_OVER: np.zeros((1, 2, 7, 1), np.float32)}, r"is float32 \[1, 'L', 7\]"),
             ({LEFT_OVER: [0.0]}, "is float32 .* got list"),
             ({LEFT_OVER: np.full((1, 7), np.nan, np.float32)}, "not finite"),
             ({LEFT_OVER: nothing, DELAY: 4}, "env steps of 0 to 3"),
