@@ -129,7 +129,7 @@ def _teach(config: Config, study: Study, out: Path) -> None:
 
 
 def _evaluated(name: str, config: Config, args: Arguments, out: Path) -> EvalFolder:
-    """The run's evaluation, all of which is on the disk."""
+    """The run's evaluation, once every episode is in its folder."""
     settings = {
         "seed": EVALUATED_SEED, "eval.protocol": "generalisation", "eval.episodes": args.episodes,
         "eval.axes": tuple(f"{axis}:{args.levels}" for axis in STUDIES[args.config].axes),

@@ -30,12 +30,12 @@ TASKS = ("tabletop/reach_red", "tabletop/reach_blue")
 class Arguments:
     configs: tuple[str, ...] = ("pi0_small", "smolvla_small")
     demonstrations: int = 100
-    """Of each task."""
+    """Demonstrations of each task."""
     steps: int = 150
-    """Of supervised learning."""
+    """Steps of supervised learning."""
     horizon: int = 16
     chunks: tuple[int, ...] = (2, 8)
-    """Executed actions of a decision, for each of which the policies are evaluated."""
+    """Numbers of executed actions. The policies are evaluated with each."""
     episodes: tuple[int, ...] = (50, 20)
     """Trials of each task under each delay and method, for each of `chunks`."""
     out: Path = Path("runs/latency")
@@ -71,7 +71,7 @@ def _result(chunk: int, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluated(name: str, chunk: int, episodes: int, args: Arguments, out: Path) -> dict[str, Any]:
-    """The result of the policy under the protocol `latency`, all of which is on the disk."""
+    """The policy's result under the protocol `latency`, once every episode is in its folder."""
     settings = {
         "env.num_envs": 20, "policy.horizon": args.horizon, "farm.physics_workers": 1, "runtime.mode": "inline",
         "eval.episodes": 20, "eval.videos": 0, "sft.steps": args.steps,

@@ -160,7 +160,7 @@ class Ensembles(Predicts, Protocol):
 
 @dataclass(frozen=True)
 class LeftOver:
-    """What is left of each row's last decision when the next one begins."""
+    """The remaining actions of each row's last decision, when the next one begins."""
 
     actions: Tensor
     """[B, L, A] float32 in the environment's units, the action of the present env step first. L may be 0."""

@@ -49,7 +49,7 @@ def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict
 
 
 def _dequantised(base: str) -> str:
-    """What an export has in place of the matrices that were quantised."""
+    """A sentence on the matrices that were quantised, and that the export holds dequantised."""
     return (
         f"its base was trained above in {base}: the exported matrices are the dequantised ones with the adapter added, "
         f"by which the policy computed, and differ from the base's files by about {RELATIVE_ERROR[base]:.1%} of their "

@@ -653,7 +653,7 @@ def event_of(text: str) -> Event:
 
 
 LEAST_SHARE = 1e-4
-"""Smallest share of a delay among those of which one is drawn."""
+"""Smallest probability that a delay may have."""
 
 
 def delay_of(text: str) -> tuple[tuple[int, float], ...]:
@@ -696,7 +696,7 @@ def _delay_texts(value: Any) -> Any:
 
 
 DelayMethod = Literal["naive", "ensemble", "rtc", "rtc_lerobot"]
-"""What is executed while a decision is computed, and how the decision continues it (docs/latency.md)."""
+"""Methods of acting while a decision is computed (docs/latency.md)."""
 
 
 class EvalConfig(Section):
@@ -736,7 +736,7 @@ class EvalConfig(Section):
     chunks have room for, at most 8."""
     delay_method: Annotated[tuple[DelayMethod, ...], BeforeValidator(_each)] = ()
     """Methods under a delay. `naive`: the new chunk takes over when it arrives; `ensemble`: the mean of all predictions
-    of an env step that have arrived (temporal ensembling); `rtc`: real-time chunking, with the Jacobian as in the
+    for an env step so far (temporal ensembling); `rtc`: real-time chunking, with the Jacobian as in the
     paper; `rtc_lerobot`: without it, as LeRobot computes it; both for pi0 and smolvla. None: `naive`, or, in the
     protocol `latency`, all that the policy can have."""
     episodes: Annotated[int, Field(ge=1)] | None = None

@@ -1,6 +1,6 @@
 """Results of an evaluation under perturbations or delays: success by axis and level, paired with the episodes without.
 
-Of a delay the axis is the method and the level its env steps.
+A delay has the method in place of an axis, and its env steps in place of a level.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A backward pass needs what each operation of the forward pass has read. Where activations are recomputed, only the
 inputs of a policy's blocks are kept, and the backward pass computes a block again just before it needs it. The numbers
-are the same. The blocks are the modules of `GathersInGroups.shards`, each of which is used by being called.
+are the same. The blocks are the modules of `GathersInGroups.shards`: a policy calls each of them.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,10 +170,12 @@ class Peaks:
 
 def peaks(policy: Policy, inputs: Inputs, *, acting: int, learning: int) -> Peaks | None:
     """Predict them for decisions of `acting` rows and micro-batches of `learning`; `inputs` are of one row. None for a
-    policy whose computation depends on numbers, as the length of an answer does."""
+    policy whose computation depends on numbers, as the length of an answer does, or does not run on tensors without."""
     try:
         return _peaks(policy, inputs, acting, learning)
-    except (DataDependentOutputException, DynamicOutputShapeException):
+    except (PolicyError, UserError):
+        raise
+    except Exception:  # whatever a policy of one's own does that such tensors or a copy of it do not allow
         return None
 
 

@@ -1,6 +1,6 @@
 """Results under perturbations or delays on the page: success by level, a curve for each axis, and a table.
 
-Of a delay the axis is the method and the level its env steps.
+A delay has the method in place of an axis, and its env steps in place of a level.
 """
 
 from __future__ import annotations

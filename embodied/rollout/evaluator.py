@@ -327,7 +327,7 @@ class _Task:
         return said.numpy(), time.monotonic()
 
     def _left_over(self, envs: npt.NDArray[np.int64]) -> LeftOver | None:
-        """What is left of the last decisions of these environments [n], for a decision that continues it."""
+        """The remaining actions of the last decisions in these environments [n], which the next decisions continue."""
         if self._delayed is None or self._delayed.method not in REAL_TIME:
             return None
         kept = [self._chunks[env].left_over for env in envs.tolist()]

@@ -1,12 +1,12 @@
-"""What an episode executes of decisions that predict more than one action, and that may arrive late.
+"""Actions that an episode executes, of decisions that predict more than one and may arrive late.
 
 A decision on the observation of env step t predicts the actions of steps t, t + 1, ... With a delay of d it arrives
 when step t + d begins. Until then the rest of the last decision is executed, and its own first d actions are past:
 
     interval k      last chunk [s .. s+d-1],  new chunk [d .. s-1]         s env steps from one decision to the next
 
-Decisions are s = C env steps apart (policy.chunk). Of a policy that predicts less than C + d actions, for the largest
-delay d that may be drawn, a decision begins when d actions of the last one are left: s = P - d. Nothing is executed
+Decisions are s = C env steps apart (policy.chunk) where a policy predicts P >= C + d actions, d being the largest delay
+that may be drawn. Otherwise a decision begins when d actions of the last one are left: s = P - d. Nothing is executed
 before the first decision of an episode has arrived, so that it has no delay.
 """
 
@@ -35,7 +35,7 @@ class Delayed:
 
     method: DelayMethod
     delay: str
-    """Env steps as `delay_text` has them: `3`, or `2:0.8,3:0.2`, of which one is drawn for each decision."""
+    """Delays in env steps as `delay_text` writes them: `3`, or `2:0.8,3:0.2`. One is drawn for each decision."""
     interval: int
     """Env steps from one decision to the next."""
 

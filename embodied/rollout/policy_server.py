@@ -406,7 +406,7 @@ class PolicyServer:
         return torch.from_numpy(drawn)
 
     def _left_over(self, observation: Mapping[str, Any], inputs: Inputs) -> LeftOver | None:
-        """What the client has left of its last chunk; None: it asks for a chunk. Raises `UserError`."""
+        """The remaining actions of the client's last chunk; None: it sends none. Raises `UserError`."""
         if LEFT_OVER not in observation:
             return None
         policy, rows = self._loaded.policy, rows_of(inputs)

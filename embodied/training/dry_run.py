@@ -188,7 +188,7 @@ def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int
 
 
 def _card_memory(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> CardMemory:
-    """Of the policy where one card has all of it: a group of environments is decided for at once."""
+    """Memory of the policy on one card that holds all of it; it decides for a group of environments at once."""
     config = run.config
     acting = max(math.ceil(task.env.num_envs / config.farm.groups) for task in run.tasks)
     inputs = blank_inputs(policy, infos[0], config.policy.reads)
@@ -208,7 +208,7 @@ def _card_found() -> float | None:
 
 
 def _card(run: RunSpec, policy: Policy, infos: list[TaskInfo], card: float | None) -> dict[str, Any]:
-    """Whether the run fits on a card, and with which change of settings; empty where no card is known."""
+    """The verdict: the run fits on the card, or fits with a change of settings, or does not. Empty without a card."""
     if card is None:
         return {}
     config = run.config

@@ -130,24 +130,12 @@ class Goal(NamedTuple):
 
 
 @numba.njit(cache=True, nogil=True)
-def product(matrix: Array, vector: Array) -> Array:
-    """`np.dot` of a matrix that lies row by row and a vector."""
+def product(matrix: Array, vector: Array, order: int) -> Array:
+    """`np.dot` of a matrix that lies `BY_ROWS` or `BY_COLUMNS`, and a vector."""
     rows, columns = matrix.shape
-    result = np.zeros(rows)
+    result, leading = np.zeros(rows), columns if order == BY_ROWS else rows
     dgemv(
-        *(BY_ROWS, PLAIN, rows, columns, 1.0, matrix.ctypes.data, columns),
-        *(vector.ctypes.data, 1, 0.0, result.ctypes.data, 1),
-    )
-    return result
-
-
-@numba.njit(cache=True, nogil=True)
-def product_by_columns(matrix: Array, vector: Array) -> Array:
-    """`np.dot` of a matrix that lies column by column and a vector."""
-    rows, columns = matrix.shape
-    result = np.zeros(rows)
-    dgemv(
-        *(BY_COLUMNS, PLAIN, rows, columns, 1.0, matrix.ctypes.data, rows),
+        *(order, PLAIN, rows, columns, 1.0, matrix.ctypes.data, leading),
         *(vector.ctypes.data, 1, 0.0, result.ctypes.data, 1),
     )
     return result
@@ -180,16 +168,16 @@ def simulate(robot: Robot, goal: Goal, grip: Array, close: float, steps: int, be
             for j in range(3):
                 j_full[i, j] = j_pos[i, j] = site_pos[j, dof]
                 j_full[i, 3 + j] = j_ori[i, j] = site_ori[j, dof]
-        speed, spin = product(site_pos, robot.qvel), product(site_ori, robot.qvel)
+        speed, spin = product(site_pos, robot.qvel, BY_ROWS), product(site_ori, robot.qvel, BY_ROWS)
         _, lambda_pos, lambda_ori, nullspace = opspace_matrices(mass.T, j_full.T, j_pos.T, j_ori.T)
         error = orientation_error(goal.rotation, robot.rotation)
         for i in range(3):
             force[i] = (goal.position[i] - robot.position[i]) * goal.kp[i] + -speed[i] * goal.kd[i]
-        wrench[:3] = product_by_columns(lambda_pos, force)
+        wrench[:3] = product(lambda_pos, force, BY_COLUMNS)
         for i in range(3):
             force[i] = error[i] * goal.kp[3 + i] + -spin[i] * goal.kd[3 + i]
-        wrench[3:] = product_by_columns(lambda_ori, force)
-        torques = product(j_full, wrench)
+        wrench[3:] = product(lambda_ori, force, BY_COLUMNS)
+        torques = product(j_full, wrench, BY_ROWS)
         resting = nullspace_torques(mass.T, nullspace, goal.posture, joint_pos, joint_vel)
         for i in range(n):
             torque = torques[i] + robot.qfrc_bias[robot.velocities[i]] + resting[i]

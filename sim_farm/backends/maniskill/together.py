@@ -70,7 +70,7 @@ class _Joining:
     def __init__(self, count: int) -> None:
         self.count = count
         self.acting: Sequence[int] = range(count)
-        """Rows whose environments are stepped: those of others are left alone."""
+        """Rows whose environments are stepped. Attributes of the others are not set; methods are called on all."""
         self.codes: list[_Code] = []
         self._known: dict[int, tuple[Any, Any]] = {}
         """Of the first environment's objects: number, object (kept, or its number might become another's), joined."""

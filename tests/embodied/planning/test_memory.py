@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,12 @@ def test_predicted_updates_are_within_a_tenth_of_what_is_allocated(
 
 def test_an_answers_memory_is_not_predicted() -> None:
     assert peaks(build("language", None), inputs_of("language", 1), acting=2, learning=2) is None
+
+
+def test_a_policy_that_cannot_be_copied_is_not_predicted() -> None:
+    policy = build("openvla", None)
+    policy.lock = threading.Lock()
+    assert peaks(policy, inputs_of("openvla", 1), acting=2, learning=2) is None
 
 
 def test_a_minibatch_of_all_samples_is_predicted_as_such() -> None:
