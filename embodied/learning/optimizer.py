@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embodied.config.schema import OptimConfig
 from embodied.errors import UserError
+from embodied.learning.eager_adam import EagerAdam
 from embodied.learning.parallel import ReplicatedPolicy
 from embodied.learning.quantised_adam import QuantisedAdam
 from embodied.run.checkpoint import AVERAGE
@@ -45,7 +46,7 @@ def make_optimizer(
             f"optim.weight_decay is {decay:g}, and nothing that is trained is a matrix, which alone decays (norms and "
             "biases do not): set it to 0"
         )
-    kind = torch.optim.Adam if settings.moments is None else QuantisedAdam
+    kind = EagerAdam if settings.moments is None else QuantisedAdam
     return kind(groups, eps=eps, fused=True, decoupled_weight_decay=decay > 0)
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.optim.adam import adam
 
 from embodied.errors import UserError
+from embodied.learning.eager_adam import EagerAdam
 from embodied.run.checkpoint import MOMENTS
 from policies.quantised import dynamic_levels, library
 
@@ -26,7 +27,7 @@ LARGEST = "_largest"
 """Ends the name of a moment's magnitudes, float32, in the state of a parameter."""
 
 
-class QuantisedAdam(torch.optim.Adam):
+class QuantisedAdam(EagerAdam):
     """The state of a parameter is that of `torch.optim.Adam`, with `exp_avg` and `exp_avg_sq` as uint8 of the
     parameter's shape, and their blocks' magnitudes beside them."""
 

@@ -77,6 +77,29 @@ def test_matrices_decay_as_adamw_has_it_and_nothing_else_does() -> None:
     assert changed == {name for name, p in plain.named_parameters() if p.ndim > 1}
 
 
+def test_steps_and_state_are_those_of_torch_bit_for_bit() -> None:
+    """Also where the state was written and read on the way."""
+    settings: dict[str, Any] = {"eps": 1e-8, "fused": True, "decoupled_weight_decay": True}
+    policy, other = made(), made()
+    steps, adam = steps_of(policy, weight_decay=0.3)
+    groups = [{**group, "params": []} for group in adam.param_groups]
+    theirs = dict(zip(policy.parameters(), other.parameters(), strict=True))
+    for group, own in zip(groups, adam.param_groups, strict=True):
+        group["params"] = [theirs[parameter] for parameter in own["params"]]
+    reference = torch.optim.Adam(groups, **settings)
+    for seed in range(4):
+        learn(policy, steps, seed)
+        for own, parameter in theirs.items():
+            parameter.grad = None if own.grad is None else own.grad.clone()
+        reference.step()
+        adam.load_state_dict(adam.state_dict())
+    for own, parameter in theirs.items():
+        assert torch.equal(own, parameter)
+        for name, value in reference.state[parameter].items():
+            assert torch.equal(adam.state[own][name], value), name
+    assert adam.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
 def test_decay_of_nothing_is_refused() -> None:
     policy = made()
     for parameter in policy.parameters():
