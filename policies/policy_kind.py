@@ -22,6 +22,20 @@ WHOLE = 50
 """A whole chunk of LeRobot's defaults: executed without a look at what became of its beginning."""
 
 
+@dataclass(frozen=True)
+class LoadedBy:
+    """The program of others that loads a folder of a policy, and how."""
+
+    program: str = ""
+    """Name and version, with which it was tried unless the note says otherwise; empty: only this project loads it."""
+    library: str = ""
+    """The program's name on the Hugging Face hub (`library_name`)."""
+    lines: str = ""
+    """Python that loads it, in which `folder` is the folder's path."""
+    note: str = ""
+    """Sentences: what else it needs, or why no other program loads it."""
+
+
 class PolicyFormat:
     """Reads a policy's properties from its options and files, and reads and writes a policy's folder.
 
@@ -142,6 +156,10 @@ class PolicyFormat:
         raise PolicyError(
             f"the policy {policy.kind} has no layout but this project's: its checkpoints are all there is"
         )
+
+    def loaded_by(self, folder: Path) -> LoadedBy:
+        """The program that loads an exported folder, or an adapter that `write` wrote into it."""
+        return LoadedBy()
 
     @property
     def is_own(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,21 @@ from embodied_language.policy import EngineWrittenPolicy, LanguageOptions, Langu
 from policies import lora
 from policies.contract import Policy
 from policies.files import ADAPTER_CONFIG, Shards
-from policies.policy_kind import PolicyFormat, PolicyKind
+from policies.policy_kind import LoadedBy, PolicyFormat, PolicyKind
+
+LINES = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+""".strip()
+ADAPTER_LINES = """
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(base)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+""".strip()
 
 
 class LanguageFormat(PolicyFormat):
@@ -58,6 +73,11 @@ class LanguageFormat(PolicyFormat):
     def export(self, policy: LanguagePolicy, folder: Path) -> None:
         """Write a directory as transformers loads it, with the adapter, if there is one, merged into the weights."""
         save_model(policy.model, folder, lora.merged_state(policy.model))
+
+    def loaded_by(self, folder: Path) -> LoadedBy:
+        if (folder / ADAPTER_CONFIG).exists():
+            return LoadedBy(f"PEFT {version('peft')}", "peft", ADAPTER_LINES)
+        return LoadedBy(f"transformers {version('transformers')}", "transformers", LINES)
 
 
 @dataclass(frozen=True)

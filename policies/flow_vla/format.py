@@ -23,6 +23,9 @@ INCIDENTAL = frozenset(
 )  # fmt: skip
 """Options that no saved weight depends on."""
 
+ADAPTER_NOTE = "the adapter's tensors have PEFT's layout, and no other program was tried with them"
+"""Of an adapter alone (`PolicyFormat.loaded_by`)."""
+
 
 class FlowVLAFormat(PolicyFormat):
     """A network's weights or an adapter's, and beside them `EXTRAS`: what no community's layout has a place for."""

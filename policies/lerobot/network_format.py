@@ -12,9 +12,10 @@ from policies.checkpoint_folders import EXTRAS
 from policies.errors import PolicyError
 from policies.files import CONFIG, check_tensors, read_tensors, write_tensors
 from policies.lerobot.config import autocast_notes
+from policies.lerobot.loading import loaded_by_lerobot
 from policies.lerobot.network_folders import Layout, Source, find_source, read_weights, save_directory
 from policies.lerobot.statistics import trained_on
-from policies.policy_kind import PolicyFormat, on_cpu
+from policies.policy_kind import LoadedBy, PolicyFormat, on_cpu
 from policies.transforms import Transforms
 from policies.units import DEMONSTRATIONS
 
@@ -66,6 +67,9 @@ class NetworkFormat(PolicyFormat):
         config, units = policy.described()
         del config["backbone_width"]
         save_directory(policy.network, policy.source, folder, config, units)
+
+    def loaded_by(self, folder: Path) -> LoadedBy:
+        return loaded_by_lerobot(self.layout.kind)
 
     def write(self, policy: Any, folder: Path) -> None:
         config, units = policy.described()

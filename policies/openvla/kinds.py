@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,11 +24,33 @@ from policies.openvla.oft import OpenVLAOFT
 from policies.openvla.options import OFTOptions, TokenOptions
 from policies.openvla.policy import OpenVLA, TokenPolicy
 from policies.openvla.side_files import ACTION_HEAD, FILM, PROPRIO, choose_side_files, find_side_files, step_of
-from policies.policy_kind import PolicyFormat, PolicyKind
+from policies.policy_kind import LoadedBy, PolicyFormat, PolicyKind
 from policies.random_weights import RANDOM_WEIGHTS
 from policies.transforms import Transforms
 
 P = TypeVar("P", bound=TokenPolicy)
+TRANSFORMERS_CODE = "auto_map"
+"""Entry of config.json: the classes of a network that is no part of transformers, and where their code lies."""
+LINES = """
+from transformers import AutoModelForVision2Seq, AutoProcessor
+
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForVision2Seq.from_pretrained(folder, trust_remote_code=True)
+""".strip()
+NOTE = (
+    "These lines run the Python code that auto_map in config.json names, and were not run here. That code is for "
+    "transformers 4.40.1 and timm 0.9.16. Side files of OpenVLA-OFT are loaded by OpenVLA-OFT's own code."
+)
+ADAPTER_LINES = """
+from policies.openvla.model import load_model
+
+network = load_model(base)  # before PEFT is imported: it mends a torchvision without operators
+
+from peft import PeftModel
+
+model = PeftModel.from_pretrained(network, folder)
+""".strip()
+ADAPTER_NOTE = "For the published 7B checkpoint, whatever loads it with transformers does in place of `load_model`."
 
 
 @dataclass(frozen=True)
@@ -95,6 +118,18 @@ class OpenVLAFormat(PolicyFormat, Generic[P]):
         """Write a Hugging Face directory with the adapter, if there is one, merged into the weights."""
         save_model(policy.model, folder, lora.merged_state(policy.model))
         write_statistics(folder, policy.datasets, policy.statistics)
+
+    def loaded_by(self, folder: Path) -> LoadedBy:
+        if (folder / ADAPTER_CONFIG).exists():
+            return LoadedBy(f"PEFT {version('peft')}", "peft", ADAPTER_LINES, ADAPTER_NOTE)
+        config = read_json(folder / CONFIG)
+        if TRANSFORMERS_CODE not in config:
+            return LoadedBy(
+                note=f"config.json names no Python code of the network ({TRANSFORMERS_CODE}), which transformers needs"
+            )
+        if "timm_model_kwargs" in config:
+            return LoadedBy(note="timm has no vision towers of these sizes, and the published code asks it for them")
+        return LoadedBy("transformers 4.40.1", "transformers", LINES, NOTE)
 
 
 class OFTFormat(OpenVLAFormat[OpenVLAOFT]):

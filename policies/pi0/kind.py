@@ -9,18 +9,33 @@ from typing import Any
 from torch import Tensor
 
 from policies.checkpoint_folders import is_random
-from policies.files import CONFIG
-from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
+from policies.files import ADAPTER_CONFIG, CONFIG, read_json
+from policies.flow_vla.format import ADAPTER_NOTE, INCIDENTAL, FlowVLAFormat
 from policies.flow_vla.options import executed, predicted
 from policies.lerobot.config import autocast_notes
+from policies.lerobot.loading import loaded_by_lerobot
 from policies.lerobot.statistics import write_lerobot
 from policies.pi0.checkpoint import find_sources, is_adaptive, read_weights, save_description, save_directory
+from policies.pi0.config import ARCHITECTURE
 from policies.pi0.normalisation import dataset_of, normalisations, openpi_default, openpi_statistics, write_openpi
 from policies.pi0.options import AUTO, Pi0Options
 from policies.pi0.policy import Pi0
-from policies.policy_kind import PolicyKind
+from policies.policy_kind import LoadedBy, PolicyKind
 from policies.transforms import Differences, Transforms
 from policies.units import DEMONSTRATIONS, RobotUnits, identity
+
+OPENPI = "15a9616"
+"""The commit whose PyTorch network computed what the tests compare with."""
+OPENPI_LINES = """
+from openpi.policies.policy_config import create_trained_policy
+from openpi.training.config import get_config
+
+policy = create_trained_policy(get_config(name), folder)
+""".strip()
+OPENPI_NOTE = (
+    "`name` is openpi's configuration whose transforms and asset_id are those below. The network's outputs were "
+    "compared with openpi's; these lines were not run."
+)
 
 
 class Pi0Format(FlowVLAFormat):
@@ -96,6 +111,16 @@ class Pi0Format(FlowVLAFormat):
             (write_lerobot if policy.layout == "lerobot" else write_openpi)(
                 folder, RobotUnits(state, policy.units.action)
             )
+
+    def loaded_by(self, folder: Path) -> LoadedBy:
+        if (folder / ADAPTER_CONFIG).exists():
+            return LoadedBy(note=ADAPTER_NOTE)
+        config = read_json(folder / CONFIG)
+        if ARCHITECTURE in config:
+            return LoadedBy(note="openpi and LeRobot know the published sizes alone, and this network has others")
+        if "type" in config:
+            return loaded_by_lerobot(config["type"], "LeRobot fetches PaliGemma's tokenizer from the hub.")
+        return LoadedBy(f"openpi (commit {OPENPI})", "openpi", OPENPI_LINES, OPENPI_NOTE)
 
     def describe(self, policy: Pi0, folder: Path) -> None:
         if policy.source.described == policy.source.adapter:  # it is not the base that says what the numbers are

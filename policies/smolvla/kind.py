@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from policies.files import CONFIG
-from policies.flow_vla.format import INCIDENTAL, FlowVLAFormat
+from policies.files import ADAPTER_CONFIG, CONFIG, read_json
+from policies.flow_vla.format import ADAPTER_NOTE, INCIDENTAL, FlowVLAFormat
 from policies.flow_vla.options import executed, predicted
 from policies.lerobot.config import autocast_notes
+from policies.lerobot.loading import loaded_by_lerobot
 from policies.lerobot.statistics import trained_on
-from policies.policy_kind import PolicyKind
+from policies.policy_kind import LoadedBy, PolicyKind
+from policies.smolvla.backbone import BACKBONE, PUBLISHED
 from policies.smolvla.checkpoint import (
     Sources,
     find_sources,
@@ -25,6 +27,7 @@ from policies.smolvla.checkpoint import (
 from policies.smolvla.config import trained_parts
 from policies.smolvla.options import SmolVLAOptions
 from policies.smolvla.policy import SmolVLA
+from policies.smolvla.sizes import is_published
 from policies.transforms import Transforms
 from policies.units import DEMONSTRATIONS, RobotUnits
 
@@ -83,6 +86,16 @@ class SmolVLAFormat(FlowVLAFormat):
         demonstrations' statistics. The backbone's configuration and tokenizer are in `vlm`."""
         save_directory(policy.network, policy.source, folder, policy.description())
         _write_units(policy, folder)
+
+    def loaded_by(self, folder: Path) -> LoadedBy:
+        if (folder / ADAPTER_CONFIG).exists():
+            return LoadedBy(note=ADAPTER_NOTE)
+        named = read_json(folder / CONFIG).get("vlm_model_name", PUBLISHED)
+        if not is_published(folder / BACKBONE):
+            return LoadedBy(
+                note=f"LeRobot builds the vision-language model {named}, and that of this policy (vlm/) has other sizes"
+            )
+        return loaded_by_lerobot("smolvla", f"LeRobot fetches the description of {named} from the hub.")
 
     def describe(self, policy: SmolVLA, folder: Path) -> None:
         save_description(policy.source, folder, policy.description())

@@ -70,6 +70,16 @@ MODELS = {
 }  # fmt: skip
 
 
+def is_published(backbone: Path) -> bool:
+    """True if the folder's vision-language model has the sizes of the published one, which LeRobot builds."""
+    config = read_json(backbone / CONFIG)
+    published = {"text_config": MODELS["smolvla"].text, "vision_config": MODELS["smolvla"].vision}
+    names = ("hidden_size", "num_hidden_layers")
+    return all(
+        config.get(part, {}).get(name, size[name]) == size[name] for part, size in published.items() for name in names
+    )
+
+
 def write_random(folder: str | Path, name: str, seed: int = 0) -> Path:
     """Write the folder of a named model with random weights (some kB) and return it. Raises `PolicyError`."""
     if name not in MODELS:

@@ -63,9 +63,11 @@ PREPARED = {
         "embodied train openvla_tiny --name first",
         "embodied train openvla_tiny --name second --seed 2",
     ),
-    "docs/latency.md": (
-        "embodied train smolvla_tiny --name first --policy.chunk 4 --policy.horizon 12",
+    "docs/handing-over.md": (
+        "embodied record tabletop_scripted --env.task tabletop/reach_red --env.cameras 1 --env.image-size 32 --out red",
+        "embodied sft smolvla_tiny --data red --name warm",
     ),
+    "docs/latency.md": ("embodied train smolvla_tiny --name first --policy.chunk 4 --policy.horizon 12",),
 }
 """Commands before a page's own, which make the runs that it takes to be there."""
 FILES = {
@@ -113,6 +115,7 @@ SERVES = "serves until Ctrl-C"
 LARGE = "needs a published checkpoint of 7B"
 NETWORK = "installs from a network"
 OTHERS = "needs files that others recorded"
+HUB = "needs a user of the Hugging Face hub; tests/extensions/hub"
 INSTEAD = {
     ("README.md", "make train"): "embodied train pushcube",
     ("docs/start.md", "make train"): "",
@@ -158,6 +161,11 @@ NOT_RUN = {
     ("docs/reasoning.md", "embodied train CONFIG"): "needs that server",
     ("docs/serving.md", "embodied serve"): f"{SERVES}; rollout/test_policy_server.py",
     ("docs/serving.md", "embodied eval"): "needs a server; evaluation/test_remote_evaluation.py",
+    ("docs/handing-over.md", "hf auth"): HUB,
+    ("docs/handing-over.md", "embodied push RUN"): HUB,
+    ("docs/handing-over.md", "embodied push warm me/red-reacher --licence"): HUB,
+    ("docs/handing-over.md", "embodied push demos"): HUB,
+    ("docs/handing-over.md", "embodied pull"): HUB,
     ("docs/lerobot.md", "hf download"): NETWORK,
     ("docs/start.md", "git clone"): NETWORK,
     ("docs/start.md", "make setup"): NETWORK,

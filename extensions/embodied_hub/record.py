@@ -1,0 +1,77 @@
+"""The record that a push leaves in the repository, `embodied/record.json`: what the files are of, and their digests.
+
+    FOLDER/
+      README.md                 the card
+      embodied/record.json      this record
+      embodied/use.yaml         of a policy: the configuration that evaluates it
+      embodied/training.yaml    of a policy: the settings that trained it
+      ...                       the policy or the dataset in its community's layout
+
+It lies in a folder of its own, so that an export of a policy that began from this one does not copy it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from embodied.errors import UserError
+from embodied.files import read_json
+
+FOLDER = "embodied"
+RECORD = f"{FOLDER}/record.json"
+USE, TRAINING = f"{FOLDER}/use.yaml", f"{FOLDER}/training.yaml"
+CARD = "README.md"
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a repository holds."""
+
+    kind: Literal["policy", "adapter", "dataset"]
+    name: str
+    """Name of the run or of the dataset's folder."""
+    identity: Digest
+    """Two records of one run, or of one dataset, have the same."""
+    version: str
+    """Version of embodied-farm that pushed it."""
+    checkpoint: str = ""
+    """Name of the run's checkpoint."""
+    policy: str = ""
+    """The policy's kind."""
+    files: Mapping[str, Digest] = field(default_factory=dict)
+    """sha256 of each file, by its path, but of this one and the card, which people edit on the hub."""
+
+    def written(self, folder: Path) -> None:
+        """Write the record into the folder, whose other files are complete."""
+        files = {name: digest(path) for name, path in files_of(folder).items() if name not in (RECORD, CARD)}
+        (folder / FOLDER).mkdir(exist_ok=True)
+        text = json.dumps({**asdict(self), "files": files}, indent=1)
+        (folder / RECORD).write_text(f"{text}\n")
+
+
+def read_record(path: Path) -> Record:
+    """The record in the file. Raises `UserError`."""
+    try:
+        return TypeAdapter(Record).validate_python(read_json(path))
+    except (OSError, ValueError, ValidationError) as error:
+        raise UserError(f"{path} is no record of `embodied push`: {str(error).splitlines()[0][:200]}") from error
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """The folder's files by their paths in it, but for hidden ones."""
+    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name.as_posix(): path for name, path in found.items() if not any(p.startswith(".") for p in name.parts)}
+
+
+def digest(path: Path) -> str:
+    """sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
