@@ -15,7 +15,7 @@ from embodied.errors import UserError
 from embodied.files import read_json, yaml_text
 from embodied.hub import Name, dataset_folder
 from embodied.reporting.tables import table
-from embodied_hub.policy_card import licence_text
+from embodied_hub.cards import card_text, licence_text
 from embodied_hub.record import CARD, RECORD, Record, files_of
 from policies.lerobot.loading import VERSION
 
@@ -74,8 +74,7 @@ def card(dataset: Dataset, name: Name, licence: str | None) -> str:
         "How it is loaded": _loaded(dataset, name.repository),
         "Licence": licence_text(licence),
     }
-    body = "\n\n".join(f"## {title}\n\n{text.strip()}" for title, text in sections.items())
-    return f"---\n{yaml_text(front)}---\n\n# {name.repository}\n\n{body}\n"
+    return card_text(yaml_text(front), name.repository, "", sections)
 
 
 def _episodes(dataset: Dataset) -> str:

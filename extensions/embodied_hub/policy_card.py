@@ -15,8 +15,11 @@ from embodied.hub import Name, is_repository
 from embodied.reporting.tables import evaluation_table, table
 from embodied.run.checkpoint import read_state
 from embodied.training.sft import DATA
-from embodied_hub.record import CARD, TRAINING, USE
+from embodied_hub.cards import card_text, licence_text
+from embodied_hub.dataset_folder import fingerprint
+from embodied_hub.record import TRAINING, USE
 from embodied_hub.results import Beginning, Evaluation
+from embodied_hub.settings import training_of
 
 if TYPE_CHECKING:
     from embodied_hub.policy_folder import Pushed
@@ -40,15 +43,10 @@ def card(
         "Versions": _versions(evaluations),
         "Licence": licence_text(licence),
     }
-    body = "\n\n".join(f"## {name}\n\n{text.strip()}" for name, text in sections.items())
-    return f"---\n{_front_matter(pushed, evaluations, licence)}\n---\n\n# {title}\n\n{_about(pushed)}\n\n{body}\n"
-
-
-def licence_text(licence: str | None) -> str:
-    """The section on the licence."""
-    if licence is None:
-        return "Its author states no licence (`embodied push --licence`). What it is made from has licences of its own."
-    return f"`{licence}`. What it is made from has licences of its own."
+    text = card_text(_front_matter(pushed, evaluations, licence), title, _about(pushed), sections)
+    for place in (pushed.run_dir.resolve().parent, Path.cwd(), Path.home()):  # what notes name, without the way there
+        text = text.replace(f"{place}/", "")
+    return text
 
 
 def _front_matter(pushed: Pushed, evaluations: Sequence[Evaluation], licence: str | None) -> str:
@@ -144,8 +142,6 @@ def _base_line(base: str) -> str:
 
 
 def _training(pushed: Pushed) -> str:
-    from embodied_hub.policy_folder import training_of
-
     state, config = read_state(pushed.checkpoint), pushed.config
     verb = "sft" if state.stage == "sft" else "train"
     unit = "optimiser steps" if state.stage == "sft" else f"iterations, {state.env_steps:,} env steps"
@@ -160,8 +156,6 @@ def _data(pushed: Pushed) -> str:
     path = pushed.run_dir / DATA
     if not pushed.config.sft.data or not path.is_file():
         return _begun(pushed.config)
-    from embodied_hub.dataset_folder import fingerprint
-
     rows = []
     for one in read_json(path)["datasets"]:
         mark = fingerprint(one["folder"], one["episodes"])
@@ -188,6 +182,3 @@ def _versions(evaluations: Sequence[Evaluation]) -> str:
     simulators = {text for one in evaluations for text in one.result["protocol"].get("simulators", {}).values() if text}
     found += [("simulator", text) for text in sorted(simulators)]
     return "\n".join(["At the push; of the simulator, at the evaluation.", "", *table(("package", "version"), found)])
-
-
-__all__ = ["CARD", "card", "licence_text"]

@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import policies
 from embodied.commands.export import version, write_policy
 from embodied.config.schema import Config
-from embodied.errors import UserError
 from embodied.files import read_json, yaml_text
 from embodied.hub import Name
 from embodied.run.folder import METRICS, whole_checkpoint
@@ -24,6 +22,7 @@ from embodied.run.saved_settings import CONFIG, recorded_settings
 from embodied_hub import results
 from embodied_hub.policy_card import card
 from embodied_hub.record import CARD, FOLDER, TRAINING, USE, Record
+from embodied_hub.settings import differing, training_of, without_places
 from policies.contract import Policy
 from policies.files import ADAPTER_CONFIG
 from policies.policy_kind import LoadedBy
@@ -48,8 +47,8 @@ class Pushed:
     config: Config
     policy: Policy
     name: Name
-    is_adapter: bool
-    loaded: LoadedBy
+    is_adapter: bool = False
+    loaded: LoadedBy = LoadedBy()
 
     @property
     def base(self) -> str | None:
@@ -64,14 +63,9 @@ class Pushed:
 def identity_of(run_dir: Path) -> str:
     """sha256 that tells the run from others: of its first row of metrics, whose times no other run has, or else of its
     configuration. It stays the same when the run is resumed."""
-    for name in (METRICS, CONFIG):
-        path = run_dir / name
-        data = path.read_bytes().partition(b"\n")[0] if name == METRICS and path.is_file() else b""
-        if name == CONFIG:
-            data = path.read_bytes()
-        if data:
-            return hashlib.sha256(data).hexdigest()
-    raise UserError(f"{run_dir / CONFIG} is empty: bring it back")
+    rows = run_dir / METRICS
+    first = rows.read_bytes().partition(b"\n")[0] if rows.is_file() else b""
+    return hashlib.sha256(first or (run_dir / CONFIG).read_bytes()).hexdigest()
 
 
 def write(run_dir: Path, checkpoint: Path | None, name: Name, licence: str | None, folder: Path) -> Pushed:
@@ -81,19 +75,19 @@ def write(run_dir: Path, checkpoint: Path | None, name: Name, licence: str | Non
     assert found is not None
     config, policy = recorded_settings(run_dir), policies.load(found)
     form = policy_kind(policy.kind).format
-    pushed = Pushed(run_dir, found, config, policy, name, False, LoadedBy())
+    pushed = Pushed(run_dir, found, config, policy, name)
     if (found / "policy" / ADAPTER_CONFIG).exists() and pushed.base is not None:
         form.write(policy, folder)
         loaded = form.loaded_by(folder)
         if loaded.program:
-            pushed = Pushed(run_dir, found, config, policy, name, True, loaded)
+            pushed = replace(pushed, is_adapter=True, loaded=loaded)
             _name_base(folder / ADAPTER_CONFIG, pushed.base)
         else:
             shutil.rmtree(folder)
             folder.mkdir()
     if not pushed.is_adapter:
         write_policy(policy, found, folder)
-        pushed = Pushed(run_dir, found, config, policy, name, False, form.loaded_by(folder))
+        pushed = replace(pushed, loaded=form.loaded_by(folder))
     (folder / FOLDER).mkdir()
     (folder / USE).write_text(yaml_text(use_of(pushed)))
     (folder / TRAINING).write_text(yaml_text(training_of(config)))
@@ -115,48 +109,14 @@ def use_of(pushed: Pushed) -> dict[str, Any]:
         if not name.startswith(NEW_ADAPTER) and name not in OF_THE_FOLDER and (name, value) != LEARNED_UNITS
     }
     here = pushed.name.repository
-    options |= {"checkpoint": pushed.base, "adapter": here} if pushed.is_adapter else {"checkpoint": here}
+    base = {"checkpoint": policy.hub_name or pushed.base, "adapter": here}
+    options |= base if pushed.is_adapter else {"checkpoint": here}
     settings = differing(pushed.config)
     said = settings.get("policy", {})
     names = ("kind", "reads", "chunk", "horizon", *(("base",) if pushed.is_adapter else ()))
     kept = {name: said[name] for name in names if name in said}
     rest = {name: settings[name] for name in ("seed", "env", "extra_tasks", "eval") if name in settings}
     return without_places({**rest, "policy": {**kept, "options": options}})
-
-
-def training_of(config: Config) -> dict[str, Any]:
-    """The settings of the training that are not the defaults, with names in place of this machine's folders."""
-    return without_places({name: value for name, value in differing(config).items() if name != "name"})
-
-
-def differing(config: Config) -> dict[str, Any]:
-    """The settings that are not the defaults, as nested plain data; options as a whole."""
-    found: dict[str, Any] = _differing(config.model_dump(mode="json"), Config().model_dump(mode="json"))
-    return found
-
-
-def _differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        default = defaults.get(name)
-        if isinstance(value, dict) and isinstance(default, dict) and name != "options":
-            value = _differing(value, default)
-            default = {}
-        if value != default:
-            found[name] = value
-    return found
-
-
-def without_places(value: Any) -> Any:
-    """Plain data in which an absolute path is its last part, and a checkpoint the name of its run."""
-    if isinstance(value, dict):
-        return {name: without_places(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_places(item) for item in value]
-    if not isinstance(value, str) or not value.startswith("/"):
-        return value
-    path = Path(value)
-    return path.parents[1].name if path.parent.name == "checkpoints" else path.name
 
 
 def _name_base(path: Path, base: str | None) -> None:
