@@ -77,7 +77,7 @@ def in_memory(repeats: int) -> dict[str, float]:
             }
             memory.write_outcome(flat, step | ended)
             envs = group + GROUPS * np.arange(each)
-            groups[group].append(GroupDecision(flat, envs, np.ones(each, bool), np.zeros(each, np.int64)))
+            groups[group].append(GroupDecision(flat, envs, np.ones(each, bool), *np.zeros((2, each), np.int64)))
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()

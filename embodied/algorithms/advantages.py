@@ -53,7 +53,7 @@ def generalised_advantages(
 def action_advantages(
     reward: Tensor,
     value: Tensor,
-    executed: Tensor,
+    alive: Tensor,
     terminated: Tensor,
     truncated: Tensor,
     final_value: Tensor,
@@ -65,9 +65,9 @@ def action_advantages(
     """`generalised_advantages` with a step per action of a chunk: advantages and returns, both [T, B, C].
 
     `reward` [T, B, C] of each env step; `value` [T, B, C], action by action, as foreseen when the chunk was decided;
-    `executed` [T, B] how many of the chunk's actions were. Actions that were not have advantage 0 and no part in the
-    others'. The value of what follows a chunk's last action is that of the next chunk's first, `final_value` where
-    the episode ended, `last_value` at the end of the rollout.
+    `alive` [T, B, C] bool, the action was executed. Actions that were not have advantage 0 and no part in the others'.
+    The value of what follows a chunk's last executed action is that of the next chunk's first, `final_value` where the
+    episode ended, `last_value` at the end of the rollout.
     """
     cut = terminated | truncated
     dead = terminated if bootstrap == "truncated" else torch.zeros_like(terminated)
@@ -77,11 +77,11 @@ def action_advantages(
         following = torch.where(dead[t], 0.0, torch.where(cut[t], final_value[t], following))
         carry = torch.where(cut[t], 0.0, carry)
         for action in reversed(range(value.shape[2])):
-            alive = action < executed[t]
+            counts = alive[t, :, action]
             now = reward[t, :, action] + gamma * following - value[t, :, action] + gamma * lam * carry
-            advantage[t, :, action] = torch.where(alive, now, 0.0)
-            carry = torch.where(alive, now, carry)
-            following = torch.where(alive, value[t, :, action], following)
+            advantage[t, :, action] = torch.where(counts, now, 0.0)
+            carry = torch.where(counts, now, carry)
+            following = torch.where(counts, value[t, :, action], following)
     return advantage, advantage + value
 
 
@@ -90,11 +90,6 @@ def normalise(advantage: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     chosen = advantage[mask]
     spread = chosen.std() if len(chosen) > 1 else torch.ones(())
     return (advantage - chosen.mean()) / (spread + eps)
-
-
-def alive_actions(executed: Tensor, chunk: int) -> Tensor:
-    """bool [.., C]: True for the executed actions of each chunk; `executed` [..] is their number."""
-    return torch.arange(chunk, device=executed.device) < executed[..., None]
 
 
 def group_advantages(

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from embodied.algorithms.advantages import alive_actions
 from embodied.algorithms.samples import Samples
 from embodied.config.schema import Config, risen
 from embodied.errors import UserError, nearest
@@ -140,7 +139,7 @@ class UpdateControls:
         if not self._config.advantage.normalise_returns or not len(samples):
             return samples
         returns = samples.returns
-        counted = returns[alive_actions(samples.executed, returns.shape[1])] if returns.ndim == 2 else returns
+        counted = returns[samples.alive] if returns.ndim == 2 else returns
         counted = counted.double()
         self._earlier = before, width = self._state.scale
         self._state = self._state.seen(float(counted.mean()), float(counted.square().mean()))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from embodied.algorithms.advantages import (
     action_advantages,
-    alive_actions,
     differing,
     generalised_advantages,
     group_advantages,
@@ -40,9 +39,9 @@ def gae_of(batch: Trajectories, settings: AdvantageConfig) -> Estimate:
     counted = batch.mask
     if settings.credit == "action":
         assert batch.step_reward is not None, "gathered without the rewards of single actions"
-        counted = batch.mask[..., None] & alive_actions(batch.executed, batch.value.shape[2])
+        counted = batch.mask[..., None] & batch.alive
         advantage, returns = action_advantages(
-            batch.step_reward, batch.value, batch.executed, *ends, settings.gamma, settings.lam, settings.bootstrap
+            batch.step_reward, batch.value, batch.alive, *ends, settings.gamma, settings.lam, settings.bootstrap
         )
     else:
         advantage, returns = generalised_advantages(
@@ -112,7 +111,7 @@ def reinforce(batch: Trajectories, config: Config) -> Estimate:
         outcome, keep = outcome - mean, keep & complete
     counted = keep
     if settings.credit == "action":  # [T, C, B]
-        counted = keep[:, None] & alive_actions(batch.executed, batch.log_prob.shape[2]).transpose(1, 2)
+        counted = keep[:, None] & batch.alive.transpose(1, 2)
     returns = torch.where(counted, outcome, 0.0)
     advantage = torch.where(counted, normalise(returns, counted), 0.0) if bool(counted.any()) else returns
     if settings.credit == "action":

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from embodied.algorithms.advantages import alive_actions
 from embodied.algorithms.samples import Samples
 from embodied.config.schema import LossConfig
 from policies.contract import Evaluation
@@ -113,25 +112,24 @@ def value_loss(
 # --- units of the ratio: a chunk, an action of it, or one number of it
 
 
-def reduce_to_unit(values: Tensor, executed: Tensor, unit: RatioUnit) -> tuple[Tensor, Tensor]:
+def reduce_to_unit(values: Tensor, alive: Tensor, unit: RatioUnit) -> tuple[Tensor, Tensor]:
     """Per-element values [B, C, A] to the ratio's unit [B, U], with the units' mask [B, U].
 
-    `executed` [B] counts the actions of the chunk that were executed: the others had no effect and count
-    nothing. `chunk` sums over a chunk's actions, `action` over an action's dimensions, `element` not at all.
+    `alive` [B, C] marks the actions of the chunk that were executed: the others had no effect and count nothing.
+    `chunk` sums over a chunk's actions, `action` over an action's dimensions, `element` not at all.
     """
-    rows, chunk, dims = values.shape
-    values = values * alive_actions(executed, chunk)[:, :, None]
-    mask = unit_mask(executed, chunk, dims, unit)
+    rows, _, dims = values.shape
+    values = values * alive[:, :, None]
+    mask = unit_mask(alive, dims, unit)
     if unit == "chunk":
         return values.sum((1, 2))[:, None], mask
     return (values.sum(2) if unit == "action" else values.reshape(rows, -1)), mask
 
 
-def unit_mask(executed: Tensor, chunk: int, dims: int, unit: RatioUnit) -> Tensor:
-    """bool [B, U]: the units that count."""
+def unit_mask(alive: Tensor, dims: int, unit: RatioUnit) -> Tensor:
+    """bool [B, U]: the units that count, of chunks whose executed actions are `alive` [B, C]."""
     if unit == "chunk":
-        return torch.ones(len(executed), 1, dtype=torch.bool, device=executed.device)
-    alive = alive_actions(executed, chunk)
+        return torch.ones(len(alive), 1, dtype=torch.bool, device=alive.device)
     return alive if unit == "action" else alive.repeat_interleave(dims, dim=1)
 
 
@@ -160,7 +158,7 @@ Objective = Callable[[Evaluation, Samples, LossConfig, Units], PolicyLoss]
 def ratio(new: Evaluation, samples: Samples, settings: LossConfig, places: Units) -> PolicyLoss:
     """The clipped surrogate of the probabilities' ratio (`policy_loss`)."""
     unit = settings.ratio_unit
-    log_prob, old = (reduce_to_unit(found, samples.executed, unit)[0] for found in (new.log_prob, samples.log_prob))
+    log_prob, old = (reduce_to_unit(found, samples.alive, unit)[0] for found in (new.log_prob, samples.log_prob))
     gain, high = (
         advantage_of_units(samples.advantage, samples.log_prob.shape[-1], unit),
         settings.clip_high or settings.clip,
@@ -198,8 +196,8 @@ def decoupled(samples: Samples, log_prob: Tensor, unit: RatioUnit) -> Samples:
     Ratios are taken to `log_prob` [N, C, A] of the present policy, the proximal one, and every unit is weighted by the
     ratio of the proximal to the acting probability.
     """
-    proximal, _ = reduce_to_unit(log_prob, samples.executed, unit)
-    behaviour, _ = reduce_to_unit(samples.log_prob, samples.executed, unit)
+    proximal, _ = reduce_to_unit(log_prob, samples.alive, unit)
+    behaviour, _ = reduce_to_unit(samples.log_prob, samples.alive, unit)
     return replace(samples, log_prob=log_prob, importance=behaviour_weight(proximal, behaviour, BEHAVIOUR_BOUND))
 
 
@@ -209,8 +207,8 @@ def divergence(samples: Samples, log_prob: Tensor) -> tuple[float, int]:
     `log_prob` [N, C, A] are the learner's, of the weights that the acting policy has too.
     """
     # In float64: what is measured is of the size of float32's rounding where the two are the same program.
-    acted, mask = reduce_to_unit(samples.log_prob.double(), samples.executed, "action")
-    learners, _ = reduce_to_unit(log_prob.double(), samples.executed, "action")
+    acted, mask = reduce_to_unit(samples.log_prob.double(), samples.alive, "action")
+    learners, _ = reduce_to_unit(log_prob.double(), samples.alive, "action")
     return float(k3(acted, learners)[mask].sum()), int(mask.sum())
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embodied.trajectories.batch import Decisions, TensorDecisions, Trajectories, join_decisions
+from embodied.trajectories.batch import Decisions, TensorDecisions, Trajectories, alive_actions, join_decisions
 from policies.contract import Inputs
 
 
@@ -39,6 +39,7 @@ class Samples:
     advantage: Tensor
     returns: Tensor
     executed: Tensor
+    """[N] number of the chunk's executed actions."""
     weight: Tensor
     """[N] weight of the sample in the loss and in its denominator."""
     importance: Tensor
@@ -48,31 +49,27 @@ class Samples:
     """[N, C, A] under the frozen reference policy, where the workflow has one."""
     precomputed: Mapping[str, Tensor] = field(default_factory=dict)
     """Results of `Precomputes.precompute`, [N, ...] each; they join the traces."""
+    first: Tensor | None = None
+    """[N] place in the chunk of the first executed action; None: 0."""
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [N, C]: the actions that were executed."""
+        return alive_actions(self.executed, self.log_prob.shape[1], self.first)
 
     def take(self, index: Tensor) -> Samples:
         """The samples at `index`; observations and traces stay where they are."""
-        reference = self.reference_log_prob
-        return self._with(
-            self.decisions.select(index),
-            {key: getattr(self, key)[index] for key in PER_SAMPLE},
-            None if reference is None else reference[index],
-            {key: tensor[index] for key, tensor in self.precomputed.items()},
-        )
+        return self._changed(self.decisions.select(index), lambda tensor: tensor[index])
 
     def to(self, device: torch.device) -> Samples:
         """The same samples with all tensors on the device, observations and traces too: each is copied once."""
-        reference = self.reference_log_prob
-        return self._with(
-            TensorDecisions(self.decisions.inputs(device), self.decisions.trace(device)),
-            {key: getattr(self, key).to(device) for key in PER_SAMPLE},
-            None if reference is None else reference.to(device),
-            {key: tensor.to(device) for key, tensor in self.precomputed.items()},
-        )
+        decisions = TensorDecisions(self.decisions.inputs(device), self.decisions.trace(device))
+        return self._changed(decisions, lambda tensor: tensor.to(device))
 
-    def _with(
-        self, decisions: Decisions, tensors: dict[str, Any], reference: Tensor | None, precomputed: dict[str, Tensor]
-    ) -> Samples:
-        return Samples(decisions, **tensors, reference_log_prob=reference, precomputed=precomputed)
+    def _changed(self, decisions: Decisions, change: Callable[[Tensor], Tensor]) -> Samples:
+        there: dict[str, Any] = {key: getattr(self, key) for key in PER_SAMPLE if getattr(self, key) is not None}
+        tensors = {key: change(tensor) for key, tensor in there.items()}
+        return Samples(decisions, **tensors, precomputed={key: change(t) for key, t in self.precomputed.items()})
 
     @property
     def inputs(self) -> Inputs:
@@ -86,12 +83,15 @@ class Samples:
         return len(self.value)
 
 
-PER_SAMPLE = ("log_prob", "value", "advantage", "returns", "executed", "weight", "importance")
+PER_SAMPLE = (
+    "log_prob", "value", "advantage", "returns", "executed", "weight", "importance", "reference_log_prob", "first",
+)  # fmt: skip
+"""Tensors of `Samples`, of which the last two may be absent."""
 
 
 def samples_of(batch: Trajectories, estimate: Estimate) -> Samples:
     """The batch's samples, without masked decisions and those that carry no gradient."""
-    reference = batch.reference_log_prob
+    reference, first = batch.reference_log_prob, batch.first
     samples = Samples(
         batch.decisions,
         batch.log_prob.flatten(0, 1),
@@ -102,6 +102,7 @@ def samples_of(batch: Trajectories, estimate: Estimate) -> Samples:
         estimate.weight.flatten(),
         torch.ones(batch.mask.numel(), 1),
         None if reference is None else reference.flatten(0, 1),
+        first=None if first is None else first.flatten(),
     )
     chosen = batch.mask & estimate.keep
     return samples if bool(chosen.all()) else samples.take(chosen.flatten().nonzero()[:, 0])
@@ -111,8 +112,9 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     """The samples of all parts, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    references = [part.reference_log_prob for part in parts]
-    known = [reference for reference in references if reference is not None]
-    tensors: dict[str, Any] = {key: torch.cat([getattr(part, key) for part in parts]) for key in PER_SAMPLE}
-    decisions = join_decisions([part.decisions for part in parts])
-    return Samples(decisions, **tensors, reference_log_prob=torch.cat(known) if known else None)
+    tensors: dict[str, Any] = {
+        key: torch.cat([getattr(part, key) for part in parts])
+        for key in PER_SAMPLE
+        if getattr(parts[0], key) is not None
+    }
+    return Samples(join_decisions([part.decisions for part in parts]), **tensors)

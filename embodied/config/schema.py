@@ -291,6 +291,46 @@ def _ascending(rates: tuple[float, float]) -> tuple[float, float]:
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+LEAST_SHARE = 1e-4
+"""Smallest probability that a delay may have."""
+
+
+def delay_of(text: str) -> tuple[tuple[int, float], ...]:
+    """Delays in env steps with their probabilities, which `3` or `2:80,3:20` names by weights. Raises `ValueError`."""
+    found = dict[int, float]()
+    for part in text.split(","):
+        one = re.fullmatch(r"\s*([0-9]{1,5})\s*(?::\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*)?", part, re.ASCII)
+        if one is None or (one[2] is None and "," in text) or int(one[1]) in found:
+            raise ValueError(
+                f"{text[:100]!r} is no delay: a number of env steps such as 3, or several with weights such as "
+                "2:80,3:20"
+            )
+        found[int(one[1])] = float(one[2] or 1)
+    total = sum(found.values())
+    if min(found.values()) <= 0:
+        raise ValueError(f"the delay {text[:100]} has a weight of 0: leave that one out")
+    if min(found.values()) < LEAST_SHARE * total:
+        raise ValueError(f"the delay {text[:100]} has a weight below {LEAST_SHARE:g} of all: leave that one out")
+    return tuple((steps, weight / total) for steps, weight in sorted(found.items()))
+
+
+def delay_text(shares: Iterable[tuple[int, float]]) -> str:
+    """The text of delays with their shares, the same whatever the weights were given in: `2:0.8,3:0.2`, or `3`. A share
+    below `LEAST_SHARE` is left out."""
+    known = [(steps, share) for steps, share in shares if share >= LEAST_SHARE]
+    if len(known) == 1:
+        return str(known[0][0])
+    return ",".join(f"{steps}:{f'{share:.6f}'.rstrip('0')}" for steps, share in known)
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) else value
+
+
+def _delay(text: str) -> str:
+    return delay_text(delay_of(text))
+
+
 class EnvConfig(Section):
     task: str = "maniskill/PushCube-v1"
     """`<simulator>/<task>`. Your own simulator is named `package.module:NAME`. A shipped simulator with your own
@@ -325,6 +365,16 @@ class EnvConfig(Section):
     """Options that the task's simulator declares (docs/adding-a-simulator.md)."""
     num_envs: Annotated[int, Field(ge=1, le=65536)] = 16
     """Number of environments that run in parallel."""
+    delay: Annotated[str, BeforeValidator(_text), AfterValidator(_delay)] = "0"
+    """Delay, in env steps, between an observation and the first action that follows from it, in training; meanwhile the
+    rest of the last chunk is executed (docs/latency.md). `1`; or `1:80,2:20`, drawn for each decision with these
+    weights. 0: the simulator waits for decisions. At most `policy.chunk`, and the policy has to predict
+    as many actions more than that. Evaluations have `eval.delay`."""
+
+    @property
+    def most_delay(self) -> int:
+        """The largest delay, in env steps."""
+        return delay_of(self.delay)[-1][0]
 
     @property
     def recorded_starts(self) -> Sequence[int]:
@@ -652,47 +702,18 @@ def event_of(text: str) -> Event:
     return Event(axis, 0, step, what)
 
 
-LEAST_SHARE = 1e-4
-"""Smallest probability that a delay may have."""
-
-
-def delay_of(text: str) -> tuple[tuple[int, float], ...]:
-    """Delays in env steps with their probabilities, which `3` or `2:80,3:20` names by weights. Raises `ValueError`."""
-    found = dict[int, float]()
-    for part in text.split(","):
-        one = re.fullmatch(r"\s*([0-9]{1,5})\s*(?::\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*)?", part, re.ASCII)
-        if one is None or (one[2] is None and "," in text) or int(one[1]) in found:
-            raise ValueError(
-                f"{text[:100]!r} is no delay: a number of env steps such as 3, or several with weights such as "
-                "2:80,3:20"
-            )
-        found[int(one[1])] = float(one[2] or 1)
-    total = sum(found.values())
-    if max(found) < 1 or min(found.values()) <= 0:
-        raise ValueError(f"the delay {text[:100]} has no env steps or no weight: trials without a delay are always run")
-    if min(found.values()) < LEAST_SHARE * total:
-        raise ValueError(f"the delay {text[:100]} has a weight below {LEAST_SHARE:g} of all: leave that one out")
-    return tuple((steps, weight / total) for steps, weight in sorted(found.items()))
-
-
-def delay_text(shares: Iterable[tuple[int, float]]) -> str:
-    """The text of delays with their shares, the same whatever the weights were given in: `2:0.8,3:0.2`, or `3`. A share
-    below `LEAST_SHARE` is left out."""
-    known = [(steps, share) for steps, share in shares if share >= LEAST_SHARE]
-    if len(known) == 1:
-        return str(known[0][0])
-    return ",".join(f"{steps}:{f'{share:.6f}'.rstrip('0')}" for steps, share in known)
-
-
 def _delays(entries: tuple[str, ...]) -> tuple[str, ...]:
-    found = tuple(delay_text(delay_of(entry)) for entry in entries)
+    found = tuple(map(_delay, entries))
+    for entry in found:
+        if delay_of(entry)[-1][0] < 1:
+            raise ValueError(f"the delay {entry} has no env steps: trials without a delay are always run")
     if len(set(found)) < len(found):
         raise ValueError(f"a delay is named twice in {' '.join(entries)[:100]}")
     return found
 
 
 def _delay_texts(value: Any) -> Any:
-    return tuple(str(item) if isinstance(item, int) else item for item in _each(value) or ())
+    return tuple(map(_text, _each(value) or ()))
 
 
 DelayMethod = Literal["naive", "ensemble", "rtc", "rtc_lerobot"]
@@ -871,6 +892,12 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     plan: PlanConfig = PlanConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def decided(self) -> int:
+        """Actions of a decision that may be executed: `policy.chunk`, and as many more as the largest delay in training
+        has env steps. The policy is built for them."""
+        return self.policy.chunk + self.env.most_delay
 
     @property
     def named_code(self) -> dict[str, str]:

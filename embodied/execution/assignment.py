@@ -394,8 +394,9 @@ def farm_specs(run: RunSpec, assignment: Assignment) -> tuple[FarmSpec, ...]:
 
 def memory_rounds(run: RunSpec, ahead: int, infos: Sequence[TaskInfo]) -> int:
     """Decisions of each environment that the trajectory memory holds: an iteration's, and the next's where a rollout
-    runs ahead."""
-    return (1 + ahead) * run.rounds(infos)
+    runs ahead. A rollout of decisions under a delay takes one more than it has (`RolloutWorker.rollout`)."""
+    further = run.config.env.most_delay > 0 and not run.by_episodes
+    return (1 + ahead) * (run.rounds(infos) + further)
 
 
 def history_of(config: Config) -> ObservationHistory:

@@ -180,7 +180,8 @@ class RewardWorker(Scorer):
         reward = torch.where(batch.mask, self._of_outcomes(batch), 0.0)
         step_reward = batch.step_reward
         if step_reward is not None:
-            last = (batch.executed - 1).clamp(min=0)[..., None]
+            places = torch.arange(step_reward.shape[-1]) * batch.alive
+            last = places.amax(-1, keepdim=True)
             step_reward = torch.zeros_like(step_reward).scatter_(-1, last, reward[..., None])
         return replace(batch, reward=reward, step_reward=step_reward)
 

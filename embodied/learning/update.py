@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from embodied.algorithms.advantages import Credit, alive_actions
+from embodied.algorithms.advantages import Credit
 from embodied.algorithms.losses import (
     Objective,
     RatioUnit,
@@ -339,17 +339,17 @@ def micro_batch_loss(
 
     The samples are in the host's memory.
     """
-    device, (_, chunk, dims) = device_of(policy), samples.log_prob.shape
+    device, dims = device_of(policy), samples.log_prob.shape[-1]
     settings, unit = loss.settings, loss.settings.ratio_unit
     units, weight = _count_units(samples.executed, samples.weight, dims, unit)
     values = _count_values(samples.executed, loss.credit)
     counted = LossSums(units=units, weights=weight, values=values, samples=len(samples))
-    places = _places(unit_mask(samples.executed, chunk, dims, unit), device)
-    valued = _places(alive_actions(samples.executed, chunk), device) if loss.credit == "action" else (...,)
+    places = _places(unit_mask(samples.alive, dims, unit), device)
+    valued = _places(samples.alive, device) if loss.credit == "action" else (...,)
     samples = samples.to(device)
 
     new = policy.evaluate(samples.inputs, samples.trace)
-    log_prob, unit_entropy = (reduce_to_unit(found, samples.executed, unit)[0] for found in (new.log_prob, new.entropy))
+    log_prob, unit_entropy = (reduce_to_unit(found, samples.alive, unit)[0] for found in (new.log_prob, new.entropy))
     objective = loss.objective(new, samples, settings, places)
     entropy = sum_units(unit_entropy, places, samples.weight)
     total = objective.loss / denominators.weight - settings.entropy_coef * entropy / denominators.weight
@@ -359,7 +359,7 @@ def micro_batch_loss(
         auxiliary = sum_units(new.auxiliary[:, None].expand_as(unit_entropy), places, samples.weight)
         total = total + auxiliary / denominators.weight
     if settings.reference_kl and samples.reference_log_prob is not None:
-        unit_kl = k3(log_prob, reduce_to_unit(samples.reference_log_prob, samples.executed, unit)[0])
+        unit_kl = k3(log_prob, reduce_to_unit(samples.reference_log_prob, samples.alive, unit)[0])
         reference_kl = sum_units(unit_kl, places)
         weighted = sum_units(unit_kl, places, samples.weight)
         total = total + settings.reference_kl * weighted / denominators.weight
@@ -446,8 +446,7 @@ def metrics_of(samples: Samples, found: UpdateStatistics, settings: LossConfig) 
     sums, norms = found.sums, found.grad_norms
     returns, value = samples.returns, samples.value
     if returns.ndim == 2:
-        alive = alive_actions(samples.executed, returns.shape[1])
-        returns, value = returns[alive], value[alive]
+        returns, value = returns[samples.alive], value[samples.alive]
     spread = float(returns.var()) if len(returns) > 1 else 0.0
     explained = 1 - float((returns - value).var()) / spread if spread > 0 else float("nan")
     metrics = {
@@ -477,7 +476,8 @@ def save_minibatch(samples: Samples, folder: Path, iteration: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{iteration:06d}-{len(list(folder.iterdir())):03d}.safetensors"
     inputs = samples.inputs
-    tensors = {key: getattr(samples, key) for key in ("log_prob", "value", "advantage", "returns", "executed")}
+    names = ("log_prob", "value", "advantage", "returns", "executed", "first")
+    tensors = {key: getattr(samples, key) for key in names if getattr(samples, key) is not None}
     tensors |= {f"trace.{key}": tensor for key, tensor in samples.trace.items()}
     tensors |= {f"inputs.frames.{key}": tensor for key, tensor in inputs.frames.items()}
     for key in ("state", "proprio"):

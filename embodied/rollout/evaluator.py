@@ -324,6 +324,8 @@ class _Task:
             said = predict(policy, inputs, noise)
         else:
             said = decide(policy, inputs, noise).chunk
+            if self._ensemble is None and self._delayed is None:
+                said = said[:, : self._interval]
         return said.numpy(), time.monotonic()
 
     def _left_over(self, envs: npt.NDArray[np.int64]) -> LeftOver | None:
@@ -516,7 +518,7 @@ def make_evaluator(
 def predicted_by(config: Config) -> int:
     """Number of actions that a decision of the configuration's policy predicts."""
     policy = config.policy
-    return policy.horizon or policy_kind(policy.kind).format.predicts(policy.architecture) or policy.chunk
+    return policy.horizon or policy_kind(policy.kind).format.predicts(policy.architecture) or config.decided
 
 
 def methods_of(kind: str, architecture: Mapping[str, Any]) -> tuple[DelayMethod, ...]:

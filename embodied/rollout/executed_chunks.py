@@ -8,6 +8,9 @@ when step t + d begins. Until then the rest of the last decision is executed, an
 Decisions are s = C env steps apart (policy.chunk) where a policy predicts P >= C + d actions, d being the largest delay
 that may be drawn. Otherwise a decision begins when d actions of the last one are left: s = P - d. Nothing is executed
 before the first decision of an episode has arrived, so that it has no delay.
+
+In training the policy is built for P = C + d actions, so that all that are executed are scored. Decisions are C env
+steps apart.
 """
 
 from __future__ import annotations
@@ -82,10 +85,14 @@ class ExecutedChunks:
     of the predictions for env step t (arXiv 2304.13705, algorithm 2). P actions of A numbers are predicted.
     """
 
-    def __init__(self, interval: int, coefficient: float | None = None) -> None:
-        """`coefficient` m: above 0 older predictions count more, below 0 newer ones. None: the newest alone counts."""
+    def __init__(self, interval: int, coefficient: float | None = None, left_over: Float32 | None = None) -> None:
+        """`coefficient` m: above 0 older predictions count more, below 0 newer ones. None: the newest alone counts.
+        `left_over` [P - interval, A] of the last decision, in an episode that is continued."""
         self._interval, self._coefficient = interval, coefficient
         self._decisions: deque[Float32] = deque()
+        if left_over is not None:
+            past = np.zeros((interval, left_over.shape[1]), np.float32)
+            self._decisions.append(np.concatenate([past, left_over]))
 
     @property
     def left_over(self) -> Float32 | None:

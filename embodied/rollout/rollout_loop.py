@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from embodied import progress
+from embodied.rollout.decision_outcomes import ended_before, outcome_before, own_outcome
 from embodied.rollout.environment_groups import DecisionRequest, EnvironmentGroup, groups_of, next_group
+from embodied.rollout.executed_chunks import Delayed, ExecutedChunks
 from embodied.rollout.rollout_summary import Clock, workers_spans
 from embodied.run.trace import Span
 from embodied.trajectories.batch import EndedEpisode, EpisodeSums, GroupDecision, join_inputs, to_inputs
@@ -32,6 +34,7 @@ from embodied.workflows.context import WorkerContext
 from policies.contract import Action, Inputs
 from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
+from sim_farm.contract import Float32
 from sim_farm.observation_history import ObservationHistory
 
 
@@ -49,6 +52,8 @@ class RolloutSettings:
     """Decisions of each environment that the trajectory memory keeps at once."""
     published: Path = Path("engine")
     """Folder of weights for another program that samples."""
+    delayed: Delayed | None = None
+    """Delays of decisions; None: the simulator waits for them."""
 
     @classmethod
     def of(cls, context: WorkerContext) -> RolloutSettings:
@@ -60,6 +65,7 @@ class RolloutSettings:
             bootstrap=context.run.bootstrap,
             rounds=context.rounds,
             published=(context.run_dir / "engine").resolve(),
+            delayed=Delayed("naive", config.env.delay, config.policy.chunk) if config.env.most_delay else None,
         )
 
 
@@ -145,6 +151,8 @@ class RolloutLoop:
         """(number of the environment's episode, number of the decision, episode) that no summary has listed yet."""
         self.clock, self.spans = Clock(), list[Span]()
         self._arrows = 0
+        self._chunks: dict[int, ExecutedChunks] = {}
+        """Decisions of each environment's episode, where they are delayed."""
 
     def use(self, memory: TrajectoryMemory) -> None:
         """Write into this memory from now on.
@@ -203,6 +211,23 @@ class RolloutLoop:
             for group in self.groups:
                 self.reset(group)
 
+    def left_over(self) -> Float32:
+        """[B, D, A] what is left of each environment's last decision, D being the largest delay; zeros where an
+        environment has decided nothing."""
+        delayed = self._settings.delayed
+        assert delayed is not None
+        found = np.zeros((self.width, delayed.most, self.farm.infos[0].action_dim), np.float32)
+        for env, chunks in self._chunks.items():
+            if chunks.left_over is not None:
+                found[env] = chunks.left_over
+        return found
+
+    def continue_chunks(self, left_over: Float32) -> None:
+        """Continue the episodes under way with what is left of their last decisions, [B, D, A]."""
+        delayed = self._settings.delayed
+        assert delayed is not None
+        self._chunks = {env: ExecutedChunks(delayed.interval, left_over=one) for env, one in enumerate(left_over)}
+
     def reset(self, group: EnvironmentGroup) -> None:
         group.observations = None
         rows = self.memory.shape.frame_rows.at_reset(group.row, group.columns)
@@ -254,7 +279,8 @@ class RolloutLoop:
 
     def _request_decision(self, group: EnvironmentGroup, seen: Observations) -> None:
         self.policy.submit(group, seen, self.memory)
-        group.pending = GroupDecision(group.flat(group.row, self.width), group.envs, seen.active, seen.episode)
+        flat, late = group.flat(group.row, self.width), self._delays(group, seen)
+        group.pending = GroupDecision(flat, group.envs, seen.active, seen.episode, late)
         self.memory.write_frame_rows(group.pending.flat, seen.frame_rows)
         group.row = (group.row + 1) % self.memory.shape.rows
         group.decisions.append(group.pending)
@@ -270,12 +296,35 @@ class RolloutLoop:
             with self.clock.timing("transport"):
                 self.memory.write_decision(decision.flat[decision.active], decided.request.inputs, decided.action)
                 chunks: np.ndarray = decided.action.chunk.numpy()
+                if self._settings.delayed is not None:
+                    chunks = self._executed(decision, decided.request, chunks, self._settings.delayed.interval)
                 if not decision.active.all():  # resting environments execute nothing
                     active, chunks = chunks, np.zeros((len(decision.active), *chunks.shape[1:]), np.float32)
                     chunks[decision.active] = active
             with self.clock.timing("waiting" if self.farm.in_process else "transport"):  # in process, workers run now
                 self.farm.submit(group.number, chunks, self._frame_rows(group), self.finals.rows(group.columns))
             progress.report()
+
+    def _delays(self, group: EnvironmentGroup, seen: Observations) -> np.ndarray:
+        """int64 [n] delays of the decisions on these observations. That of an episode's first is 0."""
+        late, delayed = np.zeros(len(seen.envs), np.int64), self._settings.delayed
+        if delayed is not None:
+            for row in np.flatnonzero(seen.active & (seen.episode_step > 0)).tolist():
+                env, episode, step = (int(of[row]) for of in (seen.envs, seen.episode, seen.episode_step))
+                late[row] = delayed.drawn(self._settings.seeds[group.task], env, episode, step)
+        return late
+
+    def _executed(
+        self, decision: GroupDecision, request: DecisionRequest, decided: np.ndarray, interval: int
+    ) -> np.ndarray:
+        """[n, C, A] actions of the next env steps, of the decisions [n, P, A] of environments that have an episode, and
+        their earlier ones."""
+        found, envs = decided[:, :interval].copy(), decision.envs[decision.active]
+        for row, (env, late) in enumerate(zip(envs.tolist(), decision.late[decision.active].tolist(), strict=True)):
+            if request.step[row] == 0:
+                self._chunks[env] = ExecutedChunks(interval)
+            found[row] = self._chunks[env].execute(decided[row], late)
+        return found
 
     def _count_decision(self, decided: Decided) -> None:
         group, seconds = decided.group, (decided.end_ns - decided.begin_ns) / 1e9
@@ -287,34 +336,37 @@ class RolloutLoop:
             self.clock.waiting -= seconds / self.policy.replicas
 
     def _write_outcome(self, group: EnvironmentGroup, decision: GroupDecision, seen: Observations) -> None:
-        """Write the outcome of the group's last decision beside it."""
-        rows, solved = decision.active, np.asarray(seen.success.any(1))
-        self.memory.write_outcome(
-            decision.flat[rows],
-            {
-                "reward": seen.reward.sum(1)[rows],
-                "step_reward": seen.reward[rows],
-                "executed": seen.steps[rows],
-                "success": solved[rows],
-                "terminated": seen.terminated[rows],
-                "truncated": seen.truncated[rows],
-            },
-        )
+        """Write the outcome of the group's last decision beside it, and what it adds to that of the one before. A
+        decision whose episode has ended before it arrived counts as not taken."""
+        rows, late, chunk = decision.active, decision.late, self.memory.column("step_reward").shape[1]
+        own = own_outcome(seen, late, chunk)
+        self.memory.write_outcome(decision.flat[rows], {name: values[rows] for name, values in own.items()})
+        ended_by = decision.flat
+        if late.any():
+            # What executes actions of a decision of the last rollout, from which is learned already, is nobody's.
+            before = group.decisions[-2].flat if len(group.decisions) > 1 else np.full_like(decision.flat, -1)
+            rows = rows & (late > 0) & (before >= 0)
+            added = outcome_before(seen, late, chunk)
+            self.memory.add_outcome(before[rows], {name: values[rows] for name, values in added.items()})
+            missed = ended_before(seen, late)
+            ended_by = np.where(missed, before, decision.flat)
+            group.decisions[-1] = replace(decision, active=decision.active & ~missed)
         if len(seen.final.rows) and self._settings.bootstrap != "never":
-            self._keep_finals(group, decision, seen)
+            self._keep_finals(group, ended_by, seen)
         number = dict(zip(decision.envs.tolist(), decision.episode.tolist(), strict=True))
         ended = self.sums.add(group.envs, seen, group.task)
         self.ended += [(number[episode.env], len(group.decisions), episode) for episode in ended]
 
-    def _keep_finals(self, group: EnvironmentGroup, decision: GroupDecision, seen: Observations) -> None:
-        """Keep the final observations of the ended episodes whose value will be bootstrapped."""
+    def _keep_finals(self, group: EnvironmentGroup, ended_by: np.ndarray, seen: Observations) -> None:
+        """Keep the final observations of the ended episodes whose value will be bootstrapped. `ended_by` [n] are the
+        flat rows of the decisions that ended them; below 0: of one that is not learned from."""
         wanted = seen.truncated if self._settings.bootstrap == "truncated" else seen.truncated | seen.terminated
         reads = tuple(name for name in self._settings.reads if name != "images")
         inputs = to_inputs(seen.final, reads, self.farm.specs[group.task].episodes)
         for i, row in enumerate(seen.final.rows.tolist()):
-            if wanted[row]:
+            if wanted[row] and ended_by[row] >= 0:
                 one = inputs.rows(torch.tensor([i]))
-                self.finals.keep(int(decision.flat[row]), int(group.columns[row]), one, seen.final.frame_rows[i])
+                self.finals.keep(int(ended_by[row]), int(group.columns[row]), one, seen.final.frame_rows[i])
 
     def _frame_rows(self, group: EnvironmentGroup) -> np.ndarray | None:
         """Rows of the frame memory at which the group's next observations are drawn."""
@@ -380,6 +432,11 @@ class FinalObservationsKept:
             self._kept[flat] = _Final(inputs, shown, own)
         else:
             self._kept[flat] = _Final(self._with_frames(_Final(inputs, shown)))
+
+    def forget(self) -> None:
+        """Forget the observations that were not valued: what led to them is not learned from."""
+        self._free.extend(row for final in self._kept.values() for row in final.own)
+        self._kept = {}
 
     def _take(self, count: int) -> list[int]:
         return [self._free.popleft() for _ in range(count)]

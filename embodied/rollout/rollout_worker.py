@@ -40,6 +40,8 @@ from sim_farm.client.farm import Farm
 from sim_farm.client.observations import Observations
 from sim_farm.episodes import GroupedEpisodes
 
+LEFT_OVER = "left_over"
+"""Name in a snapshot of what is left of each environment's last decision."""
 TASK_BITS = 44
 """Bits of an episode group's number within its task."""
 
@@ -104,6 +106,8 @@ class RolloutWorker:
                 if self.farm.infos[task].inexact:  # the next episodes begin
                     mine = slice(first, self._loop.offsets[task + 1])
                     sums.total[mine], sums.solved[mine], sums.length[mine] = 0, False, 0
+            if self._settings.delayed is not None:
+                self._loop.continue_chunks(_of_all_tasks(snapshot, LEFT_OVER, self._loop.left_over()))
         for group in self._loop.groups:
             self._loop.reset(group)
 
@@ -114,6 +118,8 @@ class RolloutWorker:
             mine, prefix = slice(first, self._loop.offsets[task + 1]), _prefix(task)
             found[f"{prefix}episode_return"] = self._loop.sums.total[mine].copy()
             found[f"{prefix}episode_solved"] = self._loop.sums.solved[mine].copy()
+            if self._settings.delayed is not None:
+                found[f"{prefix}{LEFT_OVER}"] = self._loop.left_over()[mine]
         return found
 
     def unload_renderers(self, deadline_s: float) -> Switch:
@@ -132,21 +138,25 @@ class RolloutWorker:
         """Roll out `decisions` decisions of every environment; `trajectories` returns them.
 
         Raises what `Farm.collect` raises. The observations that follow the last decision are kept: the next
-        rollout begins with them.
+        rollout begins with them. Under a delay each environment takes one decision more: its first env steps belong to
+        the decision before, its value is that of what follows that one, and it is not learned from.
         """
+        taken = decisions + (self._settings.delayed is not None)
         with self._affinity.applied():
             begin = self._begin_rollout()
             for group in self._loop.groups:
                 group.decisions, group.decided = [], 0
             self._loop.serve(
-                lambda group, seen: len(group.decisions) >= decisions,
-                lambda group, seen: len(group.decisions) < decisions,
+                lambda group, seen: len(group.decisions) >= taken,
+                lambda group, seen: len(group.decisions) < taken,
                 deadline_s,
             )
             mark = time.monotonic_ns()
-            table, mask = table_of_decisions([group.decisions for group in self._loop.groups], self._loop.width)
-            last = self._loop.policy.values(self._last_inputs(), deadline_s)
+            groups = [group.decisions[:decisions] for group in self._loop.groups]
+            table, mask = table_of_decisions(groups, self._loop.width)
+            last = self._last_values(deadline_s)
             self._trajectories = self._assembled(table, mask, last, self._task, deadline_s)
+            self._loop.finals.forget()
             ended = [episode for *_, episode in sorted(self._loop.ended, key=lambda place: (place[1], place[2].env))]
             self._loop.ended = []
             return self._summary(begin, mark, ended)
@@ -220,6 +230,17 @@ class RolloutWorker:
         assert isinstance(episodes, GroupedEpisodes), "rollouts of whole episodes are of episodes that come in groups"
         return episodes.episode_group(column - int(self._loop.offsets[task]), number) + (task << TASK_BITS)
 
+    def _last_values(self, deadline_s: float) -> Tensor:
+        """[B] value of what follows the last decision of a rollout: of the observations after it, or under a delay of
+        the further decision's first action."""
+        if self._settings.delayed is None:
+            return self._loop.policy.values(self._last_inputs(), deadline_s)
+        further = [group.decisions[-1] for group in self._loop.groups]
+        order = np.argsort(np.concatenate([decision.envs for decision in further]))
+        value = self.memory.column("value")[np.concatenate([decision.flat for decision in further])[order]]
+        late = torch.from_numpy(np.concatenate([decision.late for decision in further])[order])
+        return value if value.ndim == 1 else value.gather(1, late[:, None])[:, 0]
+
     def _last_inputs(self) -> Inputs:
         """The observations after the last decision, [B], in the order of the run's environments."""
         order = np.argsort(np.concatenate([group.envs for group in self._loop.groups]))
@@ -272,7 +293,8 @@ def _of_all_tasks(snapshot: Mapping[str, np.ndarray], key: str, like: np.ndarray
         names.append(f"{len(names)}.{key}")
     parts = [snapshot[name] for name in names if name in snapshot]
     shapes = [part.shape for part in parts]
-    if not parts or any(len(shape) != 1 for shape in shapes) or sum(shape[0] for shape in shapes) != len(like):
+    alike = all(shape[1:] == like.shape[1:] and len(shape) == like.ndim for shape in shapes)
+    if not parts or not alike or sum(shape[0] for shape in shapes) != len(like):
         raise CheckpointError(
             f"the checkpoint's {key} has shapes {shapes}, this run has {len(like)} environments: use an earlier one"
         )

@@ -190,6 +190,17 @@ def _settings_agree(checked: Checked) -> None:
         )
 
 
+def _waits(checked: Checked) -> None:
+    """Demonstrations are learned without a delay."""
+    config = checked.config
+    if config.env.most_delay:
+        raise UserError(
+            f"env.delay is {config.env.delay}, and demonstrations have no delay: set --env.delay 0. A policy that "
+            f"executes all that it predicts learns chunks of {config.decided} actions from them (policy.chunk), to be "
+            f"trained under that delay with policy.chunk {config.policy.chunk} (docs/latency.md)"
+        )
+
+
 def _tasks_exist(checked: Checked) -> None:
     """The tasks exist, with the files that their simulators need, a camera for a policy that reads images, and the
     perturbations of training episodes. The protocol of an evaluation can be made."""
@@ -353,6 +364,39 @@ def _contrasts(checked: Checked) -> None:
             f"the workflow {config.workflow} contrasts the velocities of one drawn step, which the policy "
             f"{policy.kind} does not have with these options: take a flow policy (flow, pi0, smolvla) that scores one "
             "step of a decision, or another workflow"
+        )
+
+
+def _delay_has_room(checked: Checked) -> None:
+    """Under a delay, a decision predicts what is executed after the next one has begun, which is not before it has
+    arrived itself. The world goes on meanwhile."""
+    from policies.registry import policy_kind
+
+    config, policy, delay = checked.config, checked.config.policy, checked.config.env.delay
+    for task in checked.run.tasks:
+        if task.env.delay != delay:
+            raise UserError(
+                f"{task.env.task} in extra_tasks has the delay {task.env.delay}, and env.delay is {delay}: all tasks "
+                "of a run have one, since the policy is built for it; leave it out of extra_tasks"
+            )
+    most, kind = config.env.most_delay, policy_kind(policy.kind)
+    if not most:
+        return
+    if kind.chooses and "instruction" in policy.reads:
+        raise UserError(
+            f"env.delay is {delay}, and nothing goes on while the policy {policy.kind} writes an answer: leave "
+            "env.delay out"
+        )
+    predicted = policy.horizon or kind.format.predicts(policy.architecture) or config.decided
+    if most > policy.chunk or config.decided > predicted:
+        room = min(policy.chunk, predicted - policy.chunk)
+        fewer = f"Set env.delay to at most {room}" if room > 0 else "Set env.delay to 0"
+        raise UserError(
+            f"env.delay {delay} is beyond the chunk: policy.chunk is {policy.chunk}, and a decision of {policy.kind} "
+            f"predicts {predicted} actions. As many actions as the delay has env steps are executed after the next "
+            "decision has begun, so that policy.chunk plus the delay have to be predicted; and that one begins "
+            f"policy.chunk env steps after the last, which has to have arrived. {fewer}, or policy.chunk to at least "
+            f"{most} for a policy that predicts at least {most} actions more"
         )
 
 
@@ -560,9 +604,11 @@ TABLE = (
     Entry("nothing", _instances, STARTS),
     Entry("nothing", lambda checked: require_rows(checked.config, checked.config.sft.batch), frozenset({"sft"})),
     Entry("nothing", _augmentation, frozenset({"sft"})),
+    Entry("nothing", _waits, frozenset({"sft"})),
     Entry("torch", _edges_are_served, STARTS),
     Entry("torch", _components, STARTS),
     Entry("torch", _contrasts, STARTS),
+    Entry("torch", _delay_has_room, STARTS),
     Entry("torch", _episodes_have_limits, STARTS),
     Entry("torch", _policy_options, COMMANDS - {"plan"}),
     Entry("torch", _memory_settings, LEARNS),
@@ -677,7 +723,7 @@ def _stand_in(config: Config) -> PolicySpec:
     names = cameras if isinstance(cameras, tuple) else tuple(f"camera {i}" for i in range(cameras))
     spec = PolicySpec(
         action_dim=1,
-        chunk=config.policy.chunk,
+        chunk=config.decided,
         horizon=config.policy.horizon,
         state_dim=int("state" in reads),
         proprio_dim=int("proprio" in reads),

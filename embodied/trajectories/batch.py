@@ -113,6 +113,15 @@ class RemoteDecisions:
         return {name: tensor[self.rows].to(device or tensor.device) for name, tensor in trace.items()}
 
 
+def alive_actions(executed: Tensor, chunk: int, first: Tensor | None = None) -> Tensor:
+    """bool [.., C]: True for the executed actions of each chunk; `executed` [..] is their number, and `first` [..] the
+    place of the first of them in the chunk (None: 0)."""
+    place = torch.arange(chunk, device=executed.device)
+    if first is None:
+        return place < executed[..., None]
+    return (place >= first[..., None]) & (place < (first + executed)[..., None])
+
+
 @dataclass(frozen=True)
 class Trajectories:
     """T decisions of each of B environments. Row t * B + b of `decisions` is decision t of environment b.
@@ -127,11 +136,11 @@ class Trajectories:
     value: Tensor
     """[T, B], or [T, B, C] of a policy with a value for each action of a chunk."""
     reward: Tensor
-    """[T, B] summed over the executed steps of the chunk."""
+    """[T, B] summed over the env steps that executed actions of the chunk."""
     success: Tensor
     """[T, B] bool, the task was solved at a step of the chunk."""
     executed: Tensor
-    """[T, B] int64, executed env steps of the chunk."""
+    """[T, B] int64, number of the chunk's executed actions."""
     mask: Tensor
     """[T, B] bool, the decision was really taken."""
     terminated: Tensor
@@ -147,11 +156,18 @@ class Trajectories:
     """[B] int64, where row t is decision t of each environment's one episode: the episode group that it belongs to.
     None: rows are the decisions of a rollout, in which episodes end and others begin."""
     step_reward: Tensor | None = None
-    """[T, B, C] of each env step, zero beyond the executed ones; what credit for single actions needs."""
+    """[T, B, C] of the env step that executed each action, zero for others; what credit for single actions needs."""
     task: Tensor | None = None
     """[B] int64, the number of each environment's task; None: all are of one."""
     reference_log_prob: Tensor | None = None
     """[T, B, C, A] under the frozen reference policy, where the workflow has one."""
+    first: Tensor | None = None
+    """[T, B] int64, place in the chunk of the first executed action: the delay of the decision. None: 0."""
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [T, B, C]: the actions that were executed."""
+        return alive_actions(self.executed, self.log_prob.shape[2], self.first)
 
     @property
     def env_steps(self) -> int:
@@ -223,7 +239,7 @@ def without_broken_episodes(batch: Trajectories, before: int = 0) -> tuple[Traje
 
 PER_DECISION = (
     "log_prob", "value", "reward", "success", "executed", "mask", "terminated", "truncated", "final_value",
-    "step_reward", "reference_log_prob",
+    "step_reward", "reference_log_prob", "first",
 )  # fmt: skip
 """Fields [T, B, ...] of `Trajectories`."""
 PER_COLUMN = ("last_value", "episode_group", "task")
@@ -381,6 +397,8 @@ class GroupDecision:
     """[n] bool, the environment took it: the others rest."""
     episode: np.ndarray
     """[n] the number of each environment's episode."""
+    late: np.ndarray
+    """int64 [n] its delay: the env steps after the observation that execute actions of the decision before."""
 
 
 class EpisodeSums:
@@ -493,4 +511,5 @@ def assemble(
         episode_group=episode_group,
         step_reward=happened("step_reward"),
         task=task,
+        first=happened("first"),
     )

@@ -105,6 +105,7 @@ class MemoryLayout:
             "reward": Field((count,), "float32"),
             "step_reward": Field((count, chunk), "float32"),
             "executed": Field((count,), "int64"),
+            "first": Field((count,), "int64", 0),
             **{name: Field((count,), "bool", 0) for name in ("success", "terminated", "truncated")},
         }
         return cls(shape, fields, brain_floats)
@@ -238,10 +239,15 @@ class TrajectoryMemory:
         return self._tensors[FRAME_ROWS][rows] if FRAME_ROWS in self._tensors else rows
 
     def write_outcome(self, rows: np.ndarray, outcome: Mapping[str, np.ndarray]) -> None:
-        """Write the outcomes of the decisions at flat rows [n]: reward, step_reward, executed, success, terminated,
-        truncated."""
+        """Write the outcomes of the decisions at flat rows [n]: reward, step_reward, executed, first, success,
+        terminated, truncated."""
         for name, values in outcome.items():
             self._block.arrays[name][rows] = values
+
+    def add_outcome(self, rows: np.ndarray, outcome: Mapping[str, np.ndarray]) -> None:
+        """Add to the outcomes that are written at flat rows [n], all different; of marks either one holds."""
+        for name, values in outcome.items():
+            self._block.arrays[name][rows] += values
 
     def inputs(self, rows: Tensor, device: torch.device = CPU, frames: bool = True) -> Inputs:
         """The observations at flat rows [n] on the device; every frame is copied once."""

@@ -59,7 +59,7 @@ def policy_spec(config: Config, info: TaskInfo) -> PolicySpec:
     observations, distance = observations_of(config.policy.kind, config.policy.architecture)
     spec = PolicySpec(
         action_dim=info.action_dim,
-        chunk=config.policy.chunk,
+        chunk=config.decided,
         horizon=config.policy.horizon,
         state_dim=info.state_dim if "state" in reads else 0,
         proprio_dim=info.proprio_dim if "proprio" in reads else 0,

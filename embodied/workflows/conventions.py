@@ -160,9 +160,13 @@ def _in_task(trained: Config, here: Config) -> Iterator[Difference]:
     if sees and before.image_size != now.image_size:
         yield Difference("env.image_size", before.image_size, now.image_size, "its pictures have another size")
     was, chunk = trained.policy.chunk, here.policy.chunk
-    if was != chunk and trained.policy.kind == here.policy.kind:
-        free = "spec.chunk" in policy_kind(here.policy.kind).incidental
-        yield Difference("policy.chunk", was, chunk, "it decides at other intervals", not free)
+    if trained.policy.kind == here.policy.kind:
+        # A policy that is built for as many actions is the same one, also where some of them are executed late.
+        free = trained.decided == here.decided or "spec.chunk" in policy_kind(here.policy.kind).incidental
+        if was != chunk:
+            yield Difference("policy.chunk", was, chunk, "it decides at other intervals", not free)
+        elif before.delay != now.delay:
+            yield Difference("env.delay", before.delay, now.delay, "other actions of a decision are executed", not free)
 
 
 def _turned(orientation: Any, here: Config) -> bool:

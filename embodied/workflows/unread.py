@@ -155,8 +155,9 @@ class Reads:
 
 
 _EPISODES = ("seed", "env", "farm", "policy", "extra_tasks", "runtime")
-_ACTS = ("policy.replicas",)
-"""Settings that only a training run reads: in other commands, one process decides."""
+_ACTS = ("policy.replicas", "env.delay")
+"""Settings of training runs alone. In other commands one process decides, and of `env.delay` no more is read than for
+how many actions the run's policy was built."""
 _ITERATIONS = (*_EPISODES, "workflow", "rollout", "advantage", "loss", "optim", "reward", "plan")
 _DURING = ("eval.every",)
 VERBS = {

@@ -76,6 +76,9 @@ class OpenVLAFormat(PolicyFormat, Generic[P]):
         if RANDOM_WEIGHTS not in read_json(Path(checkpoint) / CONFIG):
             adapters.check_other_files(Shards.find(Path(checkpoint)), [architecture.get("adapter")])
 
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        return 1
+
     def converts(self, architecture: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
         return Transforms(architecture.get("transforms", ())).conventions()
 
@@ -134,6 +137,9 @@ class OpenVLAFormat(PolicyFormat, Generic[P]):
 
 class OFTFormat(OpenVLAFormat[OpenVLAOFT]):
     """The same, with the files of OpenVLA-OFT's components beside the weights."""
+
+    def predicts(self, architecture: Mapping[str, Any]) -> int | None:
+        return None
 
     def write(self, policy: OpenVLAOFT, folder: Path) -> None:
         super().write(policy, folder)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodied.algorithms.advantages import action_advantages, alive_actions, generalised_advantages
+from embodied.algorithms.advantages import action_advantages, generalised_advantages
 from embodied.algorithms.estimators import gae
 from embodied.algorithms.samples import samples_of
 from embodied.config.files import parse_config
@@ -20,7 +20,7 @@ from embodied.errors import UserError
 from embodied.learning.learner import Learner
 from embodied.rollout.policy_worker import PolicyWorker
 from embodied.rollout.rollout_loop import RolloutSettings
-from embodied.trajectories.batch import TensorDecisions, Trajectories, join_columns
+from embodied.trajectories.batch import TensorDecisions, Trajectories, alive_actions, join_columns
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.workflows.run_spec import RunSpec
 from policies.contract import Action, Evaluation, Inputs, PolicySpec
@@ -80,7 +80,8 @@ def make_batch(seed: int = 0) -> Trajectories:
     draw = torch.rand(T, B, generator=g)
     terminated, truncated = draw < 0.15, draw > 0.8
     executed = torch.where(terminated | truncated, torch.randint(1, C + 1, (T, B), generator=g), C)
-    step_reward = torch.randn(T, B, C, generator=g) * alive_actions(executed, C)
+    first = (torch.rand(T, B, generator=g) * (C + 1 - executed)).long()
+    step_reward = torch.randn(T, B, C, generator=g) * alive_actions(executed, C, first)
     return Trajectories(
         decisions=TensorDecisions(inputs, action.trace),
         log_prob=action.log_prob.view(T, B, C, A),
@@ -95,13 +96,14 @@ def make_batch(seed: int = 0) -> Trajectories:
         last_value=torch.randn(B, generator=g),
         version=0,
         step_reward=step_reward,
+        first=first,
     )
 
 
 def advantages_of(batch: Trajectories, bootstrap: Bootstrap = "truncated") -> tuple[Tensor, Tensor]:
     assert batch.step_reward is not None
     ends = (batch.terminated, batch.truncated, batch.final_value, batch.last_value)
-    return action_advantages(batch.step_reward, batch.value, batch.executed, *ends, 0.97, 0.9, bootstrap)
+    return action_advantages(batch.step_reward, batch.value, batch.alive, *ends, 0.97, 0.9, bootstrap)
 
 
 # --- advantages
@@ -116,8 +118,9 @@ def test_advantages_are_those_of_the_env_steps_that_were_executed(seed: int, boo
     found, returns = advantages_of(batch, bootstrap)
     assert (batch.executed < C).any()
     for env in range(B):
-        places = [(t, c) for t in range(T) for c in range(int(batch.executed[t, env]))]
-        last = [c == int(batch.executed[t, env]) - 1 for t, c in places]
+        alive = batch.alive[:, env]
+        places = [(t, c) for t in range(T) for c in alive[t].nonzero()[:, 0].tolist()]
+        last = [c == int(alive[t].nonzero()[-1]) for t, c in places]
 
         def column(values: Tensor, places: list[tuple[int, int]] = places, env: int = env) -> Tensor:
             return torch.stack([values[t, env, c] if values.ndim == 3 else values[t, env] for t, c in places])[:, None]
@@ -130,15 +133,15 @@ def test_advantages_are_those_of_the_env_steps_that_were_executed(seed: int, boo
         )  # fmt: skip
         torch.testing.assert_close(column(found), expected)
         torch.testing.assert_close(column(returns), expected_returns)
-    assert not found[~alive_actions(batch.executed, C)].any(), "an action that was not executed has an advantage"
+    assert not found[~batch.alive].any(), "an action that was not executed has an advantage"
 
 
 def test_chunks_of_one_action_have_the_advantages_of_decisions() -> None:
     batch = make_batch()
     assert batch.step_reward is not None
-    reward, value, executed = batch.step_reward[:, :, :1], batch.value[:, :, :1], torch.ones_like(batch.executed)
+    reward, value = batch.step_reward[:, :, :1], batch.value[:, :, :1]
     ends = (batch.terminated, batch.truncated, batch.final_value, batch.last_value, 0.97, 0.9)
-    found, _ = action_advantages(reward, value, executed, *ends)
+    found, _ = action_advantages(reward, value, torch.ones_like(value, dtype=torch.bool), *ends)
     expected, _ = generalised_advantages(reward[:, :, 0], value[:, :, 0], *ends)
     assert torch.equal(found[:, :, 0], expected)
 
@@ -146,7 +149,7 @@ def test_chunks_of_one_action_have_the_advantages_of_decisions() -> None:
 def test_what_was_not_executed_does_not_matter() -> None:
     batch = make_batch()
     assert batch.step_reward is not None
-    dead = ~alive_actions(batch.executed, C)
+    dead = ~batch.alive
     other = replace(
         batch,
         step_reward=batch.step_reward.masked_fill(dead, torch.nan),
@@ -158,7 +161,7 @@ def test_what_was_not_executed_does_not_matter() -> None:
 
 def test_normalised_over_the_actions_that_were_executed() -> None:
     batch = make_batch()
-    advantage = gae(batch, config_of()).advantage[alive_actions(batch.executed, C)]
+    advantage = gae(batch, config_of()).advantage[batch.alive]
     assert float(advantage.mean()) == pytest.approx(0, abs=1e-6)
     assert float(advantage.std()) == pytest.approx(1, abs=1e-6)
 
@@ -177,7 +180,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(unit: str, tmp_path: Pa
     new = expected.evaluate(rows.inputs, rows.trace)
     gains, errors = [], []
     for row in range(len(rows)):
-        for c in range(int(rows.executed[row])):
+        for c in rows.alive[row].nonzero()[:, 0].tolist():
             gap = new.log_prob[row, c] - rows.log_prob[row, c]
             for ratio in [gap.sum().exp()] if unit == "action" else gap.exp():
                 gain = rows.advantage[row, c]
@@ -196,7 +199,7 @@ def test_the_critic_learns_the_returns_of_actions(tmp_path: Path) -> None:
     learner, batch = Learner(make_policy(), RunSpec.of(config_of(epochs=30, value_clip=None)), tmp_path), make_batch()
     first = learner.update(batch, 0)["learner/explained_variance"]
     value = learner.policy.value(batch.inputs).view(T, B, C)
-    alive, (_, returns) = alive_actions(batch.executed, C), advantages_of(batch)
+    alive, (_, returns) = batch.alive, advantages_of(batch)
     assert first < 0.5
     before = (returns - batch.value)[alive].var()
     assert (returns - value)[alive].var() < before
@@ -226,7 +229,7 @@ def test_a_rollout_keeps_values_and_rewards_of_actions(tmp_path: Path) -> None:
     assert batch.value.shape == batch.step_reward.shape == (8, 4, C)
     torch.testing.assert_close(batch.value, policy.value(batch.inputs).view(8, 4, C))
     torch.testing.assert_close(batch.step_reward.sum(2), batch.reward)
-    assert not batch.step_reward[~alive_actions(batch.executed, C)].any() and batch.step_reward.any()
+    assert not batch.step_reward[~batch.alive].any() and batch.step_reward.any()
     assert batch.final_value.shape == (8, 4) and batch.last_value.shape == (4,)
     assert batch.truncated.any() and (batch.final_value[batch.truncated] != 0).all()
     metrics = Learner(policy, RunSpec.of(config_of()), tmp_path).update(batch, 0)

@@ -20,6 +20,7 @@ from embodied.algorithms.losses import (
     sum_units,
     value_loss,
 )
+from embodied.trajectories.batch import alive_actions
 
 GOLDEN = load_file(Path(__file__).parent / "golden_ppo.safetensors")
 WEIGHTED = load_file(Path(__file__).parents[2] / "golden/rl/groups.safetensors")
@@ -41,29 +42,29 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-6, rtol: float = 1e-
 @each_unit
 def test_units_sum_executed_elements_only(unit: RatioUnit) -> None:
     values = torch.randn(4, 3, 2, generator=generator(3))
-    executed = torch.tensor([3, 1, 2, 3])
-    found, mask = reduce_to_unit(values, executed, unit)
+    alive = alive_actions(torch.tensor([3, 1, 2, 1]), 3, torch.tensor([0, 0, 1, 1]))
+    assert alive.tolist() == [[True] * 3, [True, False, False], [False, True, True], [False, True, False]]
+    found, mask = reduce_to_unit(values, alive, unit)
     for row in range(4):
-        kept = values[row, : executed[row]]
+        kept = values[row, alive[row]]
         expected = {"chunk": kept.sum()[None], "action": kept.sum(1), "element": kept.flatten()}[unit]
         close(found[row][mask[row]], expected)
         assert len(expected) == mask[row].sum()
     # What was not executed does not matter, not even in the masked-out units.
-    for row in range(4):
-        values[row, executed[row] :] = 1e6
-    assert torch.equal(found, reduce_to_unit(values, executed, unit)[0])
+    values[~alive] = 1e6
+    assert torch.equal(found, reduce_to_unit(values, alive, unit)[0])
 
 
 @each_unit
 def test_actions_that_were_not_executed_have_no_gradient(unit: RatioUnit) -> None:
     g = generator(4)
     log_prob = torch.randn(4, 3, 2, generator=g).requires_grad_()
-    executed = torch.tensor([3, 1, 2, 3])
+    executed = alive_actions(torch.tensor([3, 1, 2, 1]), 3, torch.tensor([0, 0, 1, 1]))
     new, mask = reduce_to_unit(log_prob, executed, unit)
     old, _ = reduce_to_unit(torch.randn(4, 3, 2, generator=g), executed, unit)
     policy_loss(new, old, torch.randn(4, generator=g), mask, 5.0, 5.0).loss.backward()
     assert log_prob.grad is not None
-    alive = (torch.arange(3) < executed[:, None])[..., None].expand(4, 3, 2)
+    alive = executed[..., None].expand(4, 3, 2)
     assert (log_prob.grad[alive] != 0).all() and (log_prob.grad[~alive] == 0).all()
 
 
@@ -77,7 +78,7 @@ def golden_units(level: str, masked: bool, dtype: torch.dtype = torch.float32) -
     per_chunk = level == "chunk_level"
     unit: RatioUnit = {"chunk_level": "chunk", "action_level": "action", "token_level": "element"}[level]  # type: ignore[assignment]
     shape = (rows, chunk, dims) if per_chunk else (rows * chunk, 1, dims)  # one advantage per action: a row each
-    full = torch.full((shape[0],), shape[1])
+    full = torch.ones(shape[:2], dtype=torch.bool)
     new, _ = reduce_to_unit(log_prob.view(shape), full, unit)
     old, _ = reduce_to_unit(GOLDEN["loss.logp_old"].view(shape).to(dtype), full, unit)
     name = "chunk" if per_chunk else "action"
@@ -103,7 +104,7 @@ def test_policy_loss_equals_those_of_rlinf_and_of_the_formula(source: str, level
 
 
 def test_a_chunks_advantage_belongs_to_each_of_its_actions() -> None:
-    full = torch.full((6,), 3)
+    full = torch.ones(6, 3, dtype=torch.bool)
     new, mask = reduce_to_unit(GOLDEN["loss.logp"], full, "action")
     old, _ = reduce_to_unit(GOLDEN["loss.logp_old"], full, "action")
     loss = policy_loss(new, old, GOLDEN["loss.adv_chunk"][:, 0], mask, 0.2, 0.28).loss / mask.sum()
@@ -117,7 +118,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_order(unit: RatioUnit) ->
     leaf = torch.randn(count, 3, 2, generator=g, dtype=torch.float64).requires_grad_()
     old_log_prob = leaf.detach() + 0.3 * torch.randn(count, 3, 2, generator=g, dtype=torch.float64)
     advantage = torch.randn(count, generator=g, dtype=torch.float64)
-    executed = torch.randint(1, 4, (count,), generator=g)
+    executed = alive_actions(torch.randint(1, 4, (count,), generator=g), 3)
 
     def total(packs: list[Tensor]) -> tuple[Tensor, ...]:
         leaf.grad = None
@@ -193,7 +194,7 @@ def test_losses_weighted_by_episode_length_equal_those_of_rlinf(level: str, name
 def test_weights_of_inverse_lengths_give_every_episode_the_same_weight(unit: RatioUnit) -> None:
     """Two episodes, of three decisions and of one, are worth the mean of their own means."""
     g = generator(8)
-    executed, episode = torch.tensor([3, 3, 3, 1]), torch.tensor([5, 2, 5, 5])
+    executed, episode = alive_actions(torch.tensor([3, 3, 3, 1]), 3), torch.tensor([5, 2, 5, 5])
     advantage = torch.randn(4, generator=g)
     new, mask = reduce_to_unit(torch.randn(4, 3, 2, generator=g) * 0.1, executed, unit)
     old = torch.zeros_like(new)

@@ -53,7 +53,7 @@ def flow_and_rows() -> tuple[Any, Samples]:
 
 
 def loss_of(policy: Any, rows: Samples, loss: LossConfig = LOSS) -> Tensor:
-    mask = unit_mask(rows.executed, SPEC.chunk, SPEC.action_dim, "action")
+    mask = unit_mask(rows.alive, SPEC.action_dim, "action")
     return contrast(policy.evaluate(rows.inputs, rows.trace), rows, loss, mask).loss
 
 
