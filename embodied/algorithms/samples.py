@@ -90,7 +90,8 @@ PER_SAMPLE = (
 
 
 def samples_of(batch: Trajectories, estimate: Estimate) -> Samples:
-    """The batch's samples, without masked decisions and those that carry no gradient."""
+    """The batch's samples, without masked decisions, those that carry no gradient, and those that the next one has
+    overtaken: nothing of them was executed."""
     reference, first = batch.reference_log_prob, batch.first
     samples = Samples(
         batch.decisions,
@@ -104,7 +105,7 @@ def samples_of(batch: Trajectories, estimate: Estimate) -> Samples:
         None if reference is None else reference.flatten(0, 1),
         first=None if first is None else first.flatten(),
     )
-    chosen = batch.mask & estimate.keep
+    chosen = batch.mask & estimate.keep & (batch.executed > 0)
     return samples if bool(chosen.all()) else samples.take(chosen.flatten().nonzero()[:, 0])
 
 

@@ -4,7 +4,8 @@ A decision owns the env steps that execute its actions. With a delay of d the fi
 execute actions of the decision before, so that decision k, taken at env step kC, owns the env steps from kC + d_k to
 (k + 1) C + d_{k+1} - 1: their rewards, a success in them, and the episode's end if it is one of them. Its value is of
 its own observation, and expects the rewards from the first of its own env steps on: those between the observation and
-that step are the decision's before. A decision whose episode ends before the first of its env steps owns none.
+that step are the decision's before. A decision whose episode ends before the first of its env steps owns none, and
+neither does one that the next overtakes, by a delay of 0 after one of C.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ VERBS = {
             *("optim.moments", "optim.recompute"),
             *("optim.lr_schedule", "optim.weight_decay", "optim.ema"),
         ),
-        (*_ACTS, *_DURING),
+        ("policy.replicas", *_DURING),
     ),
     "eval": Reads((*_EPISODES, "eval"), (*_ACTS, *_DURING)),
     "record": Reads(

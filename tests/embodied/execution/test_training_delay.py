@@ -1,0 +1,187 @@
+"""Training under a delay, in whole runs: no plan changes what is computed, what was executed is scored as it was
+acted, a resumed run is the whole one, and the policy is evaluated with and without a delay."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodied import cli
+from embodied.commands.evaluate import evaluate_run
+from embodied.commands.train import train_run
+from embodied.config.files import parse_config
+from embodied.config.schema import Config
+from embodied.errors import UserError
+from embodied.evaluation.folder import read_folder
+from embodied.execution.session import Session
+from embodied.run import checkpoint
+from embodied.run.saved_settings import settings_of
+from tests.embodied.execution.test_executor import Reference, ray, reference
+from tests.embodied.execution.test_observation_history import assert_on_policy, looking_back
+from tests.embodied.run import test_resume
+from tests.embodied.support.runs import GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test, assigned, inline, run
+from tests.variants import often
+
+__all__ = ["ray", "reference"]
+
+
+def late(settings: dict[str, Any], delay: int | str) -> dict[str, Any]:
+    return {**settings, "env": {**settings["env"], "delay": delay}}
+
+
+SETTINGS = {
+    "one env step": late(STATES, 1),
+    "a whole chunk": late(STATES, 2),
+    "drawn": late(STATES, "0:40,1:20,2:40"),
+    "pictures": late(looking_back(IMAGES, 2, 1, 2), "1:50,2:50"),
+    "episode groups": late(GROUPS, "1:50,2:50"),
+}
+PLANS = {
+    "two groups, 2 splits": assigned("disaggregated", 2, (0,), (), (1,), (1,)),
+    "two processes that leave memory": replace(assigned(one_process=False), unload=True),
+    "one step ahead": assigned("disaggregated", 2, (0,), (), (1,), (0,), one_process=False, ahead=1),
+}
+EVERY = [(name, plan) for name in SETTINGS for plan in PLANS]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_executed_is_scored_as_it_was_acted(name: str, reference: Reference) -> None:
+    found = reference(SETTINGS[name], inline(assigned()))
+    assert_was_a_test(found)
+    assert_on_policy(found)
+    chunk, most = SETTINGS[name]["policy"]["chunk"], {"one env step": 1}.get(name, 2)
+    for part in found.gathered:
+        assert part["log_prob"].shape[2] == chunk + most
+        first, executed, mask = part["first"], part["executed"], part["mask"]
+        assert (first[mask] + executed[mask]).max() == chunk + most
+        assert (executed[mask] == 0).any() == (name == "drawn"), "a delay of 0 overtakes one of a whole chunk"
+        assert set(first[mask].tolist()) == {"one env step": {0, 1}, "a whole chunk": {0, 2}}.get(name, {0, 1, 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    often([("drawn", "two groups, 2 splits"), ("episode groups", "two processes that leave memory")], EVERY),
+)
+def test_no_plan_changes_what_is_computed(
+    name: str, plan: str, ray: Session, reference: Reference, tmp_path: Path
+) -> None:
+    found = run(SETTINGS[name], ray, PLANS[plan], tmp_path / "ray")
+    assert_was_a_test(found)
+    if not PLANS[plan].ahead:
+        assert_on_policy(found)
+    assert_equal(found, reference(SETTINGS[name], PLANS[plan]))
+
+
+def test_two_tasks_have_one_delay(reference: Reference) -> None:
+    both = late(STATES, "1:50,2:50") | {"extra_tasks": [{"task": "tabletop/reach", "max_episode_steps": 5}]}
+    farm = inline(assigned(groups=2))
+    found = reference(both, replace(farm, farms=farm.farms * 2))
+    assert_was_a_test(found)
+    assert_on_policy(found)
+    assert not torch.equal(found.gathered[0]["first"][:, :4], found.gathered[0]["first"][:, 4:])
+
+
+@pytest.mark.parametrize("delay", [1, "0:40,1:20,2:40"])
+def test_a_resumed_run_is_the_whole_one(delay: int | str, tmp_path: Path) -> None:
+    settings = late(test_resume.STATES, delay)
+    settings["policy"] = {**settings["policy"], "chunk": 2}
+    test_resume.run(test_resume.config_of(settings, 4), tmp_path / "whole")
+    test_resume.run(test_resume.config_of({**settings, "checkpoint_every": 2}, 2), tmp_path / "parts")
+    environments = checkpoint.read_environments(tmp_path / "parts" / "checkpoints" / "000002")
+    assert environments["base_step"].any() and environments["left_over"].any(), "no episode was under way"
+    test_resume.run(test_resume.config_of(settings, 4), tmp_path / "parts", resume=True)
+    whole, parts = (test_resume.load_file(tmp_path / name / "checkpoints/000004/policy/policy.safetensors")
+                    for name in ("whole", "parts"))  # fmt: skip
+    assert whole.keys() == parts.keys()
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    before, after = (checkpoint.read_environments(tmp_path / name / "checkpoints" / "000004")
+                     for name in ("whole", "parts"))  # fmt: skip
+    assert before.keys() == after.keys() and all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def test_no_delay_is_the_default() -> None:
+    assert parse_config(late(STATES, 0), "test") == parse_config(STATES, "test")
+
+
+# --- evaluated
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    settings: dict[str, Any] = {
+        **late(STATES, "1:50,2:50"), "workflow": "ppo", "iterations": 1, "name": "late",
+        "eval": {"episodes": 4, "videos": 0}, "runtime": {"mode": "inline"}, "farm": {"physics_workers": 1},
+    }  # fmt: skip
+    train_run(parse_config(settings, "test"), "late", folder, resume=False)
+    return folder / "late"
+
+
+def test_a_trained_policy_acts_with_and_without_a_delay(trained: Path, tmp_path: Path) -> None:
+    settings = settings_of(str(trained), trained.parent).model_dump(mode="json")
+    settings["eval"] |= {"delay": ["2"]}
+    evaluate_run(str(trained), Config.model_validate(settings), None, trained.parent, into=tmp_path / "e")
+    folder = read_folder(tmp_path / "e")
+    plain, delayed = (folder.actions(folder.in_order()[trial]) for trial in (0, 4))
+    assert np.array_equal(plain[:2], delayed[:2]) and not np.array_equal(plain[2:4], delayed[2:4])
+
+
+def test_an_evaluation_has_a_delay_of_its_own(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained.parent)
+    assert cli.main(["eval", str(trained), "--env.delay", "1"]) == 2
+    assert "`embodied eval` does not read env.delay (1): leave it out" in " ".join(capsys.readouterr().err.split())
+
+
+# --- refused
+
+
+SMOLVLA = {
+    "kind": "smolvla", "reads": ["images", "instruction", "proprio"], "chunk": 4, "horizon": 5,
+    "options": {"checkpoint": "assets/smolvla_small", "asset": "demonstrations"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"env": {"delay": 3}}, "env.delay 3 is beyond the chunk: policy.chunk is 2.* at most 2, or policy.chunk to"),
+        (
+            {"env": {"task": "tabletop/reach_red", "cameras": 1, "image_size": 56, "delay": 2}, "policy": SMOLVLA},
+            "policy.chunk is 4, and a decision of smolvla predicts 5 actions.* Set env.delay to at most 1",
+        ),
+        ({"env": {"delay": "soon"}}, "'soon' is no delay"),
+        ({"extra_tasks": [{"task": "tabletop/push", "delay": 1}]}, "all tasks of a run have one"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_message_before_a_run(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    settings = {**STATES, "workflow": "ppo", "name": "wrong", "runtime": {"mode": "inline"}}
+    settings |= {name: {**settings.get(name, {}), **own} if isinstance(own, dict) else own
+                 for name, own in sections.items()}  # fmt: skip
+    with pytest.raises(UserError, match=said):
+        train_run(parse_config(settings, "test"), "wrong", tmp_path, resume=False)
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("train countdown_grpo", "nothing goes on while the policy language writes an answer"),
+        ("train openvla_tiny", "a decision of openvla predicts 1 actions.* Set env.delay to 0"),
+        ("sft pi0_small --data demos", "demonstrations have no delay: set --env.delay 0"),
+    ],
+)
+def test_what_has_no_delay_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words.split(), "--env.delay", "1"]) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert re.search(said, found), found
