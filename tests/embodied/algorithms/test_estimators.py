@@ -105,7 +105,7 @@ def test_rows_are_the_decisions_that_were_taken_and_teach() -> None:
 
 
 def test_nothing_is_copied_where_everything_is_learned_from() -> None:
-    batch = replace(make_batch(), mask=torch.ones(T, B, dtype=torch.bool))
+    batch = replace(make_batch(), mask=torch.ones(T, B, dtype=torch.bool), executed=torch.full((T, B), C))
     rows = samples_of(batch, estimate())
     assert rows.decisions is batch.decisions and len(rows) == T * B
 

@@ -17,11 +17,13 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.commands.train import train_run
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
+from embodied.devices import Affinity
 from embodied.errors import UserError
 from embodied.evaluation.folder import read_folder
 from embodied.execution.session import Session
 from embodied.run import checkpoint
 from embodied.run.saved_settings import settings_of
+from embodied.workflows.conventions import differences
 from tests.embodied.execution.test_executor import Reference, ray, reference
 from tests.embodied.execution.test_observation_history import assert_on_policy, looking_back
 from tests.embodied.run import test_resume
@@ -78,6 +80,15 @@ def test_no_plan_changes_what_is_computed(
     assert_equal(found, reference(SETTINGS[name], PLANS[plan]))
 
 
+@pytest.mark.slow
+def test_replicas_change_nothing(ray: Session, reference: Reference, tmp_path: Path) -> None:
+    plan = assigned(groups=2, one_process=False)
+    replicas = replace(plan, components={**plan.components, "policy": (Affinity(),) * 2})
+    found = run(SETTINGS["episode groups"], ray, replicas, tmp_path / "ray")
+    assert_on_policy(found)
+    assert_equal(found, reference(SETTINGS["episode groups"], plan))
+
+
 def test_two_tasks_have_one_delay(reference: Reference) -> None:
     both = late(STATES, "1:50,2:50") | {"extra_tasks": [{"task": "tabletop/reach", "max_episode_steps": 5}]}
     farm = inline(assigned(groups=2))
@@ -89,20 +100,14 @@ def test_two_tasks_have_one_delay(reference: Reference) -> None:
 
 @pytest.mark.parametrize("delay", [1, "0:40,1:20,2:40"])
 def test_a_resumed_run_is_the_whole_one(delay: int | str, tmp_path: Path) -> None:
-    settings = late(test_resume.STATES, delay)
+    settings = late({**test_resume.STATES, "checkpoint_every": 2}, delay)
     settings["policy"] = {**settings["policy"], "chunk": 2}
     test_resume.run(test_resume.config_of(settings, 4), tmp_path / "whole")
-    test_resume.run(test_resume.config_of({**settings, "checkpoint_every": 2}, 2), tmp_path / "parts")
+    test_resume.run(test_resume.config_of(settings, 2), tmp_path / "parts")
     environments = checkpoint.read_environments(tmp_path / "parts" / "checkpoints" / "000002")
     assert environments["base_step"].any() and environments["left_over"].any(), "no episode was under way"
     test_resume.run(test_resume.config_of(settings, 4), tmp_path / "parts", resume=True)
-    whole, parts = (test_resume.load_file(tmp_path / name / "checkpoints/000004/policy/policy.safetensors")
-                    for name in ("whole", "parts"))  # fmt: skip
-    assert whole.keys() == parts.keys()
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
-    before, after = (checkpoint.read_environments(tmp_path / name / "checkpoints" / "000004")
-                     for name in ("whole", "parts"))  # fmt: skip
-    assert before.keys() == after.keys() and all(np.array_equal(before[key], after[key]) for key in before)
+    test_resume.assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
 def test_no_delay_is_the_default() -> None:
@@ -137,7 +142,20 @@ def test_an_evaluation_has_a_delay_of_its_own(
 ) -> None:
     monkeypatch.chdir(trained.parent)
     assert cli.main(["eval", str(trained), "--env.delay", "1"]) == 2
-    assert "`embodied eval` does not read env.delay (1): leave it out" in " ".join(capsys.readouterr().err.split())
+    assert "`embodied eval` does not read env.delay ('1'): leave it out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_policy_that_learned_longer_chunks_is_trained_with_their_end_executed_late() -> None:
+    def of(chunk: int, delay: int = 0, kind: str = "gaussian_mlp") -> Config:
+        return parse_config(late({**STATES, "policy": {"kind": kind, "chunk": chunk}}, delay), "test")
+
+    (alike,) = differences(of(8), of(6, 2))
+    assert alike.setting == "policy.chunk" and not alike.is_wrong
+    assert [(one.setting, one.is_wrong) for one in differences(of(6, 2), of(6, 1))] == [("env.delay", True)]
+    assert [(one.setting, one.is_wrong) for one in differences(of(8), of(6, 1))] == [("policy.chunk", True)]
+    assert [(one.setting, one.is_wrong) for one in differences(of(8, 0, "act"), of(8, 1, "act"))] == [
+        ("env.delay", False)
+    ]
 
 
 # --- refused
