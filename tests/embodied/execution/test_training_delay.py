@@ -180,7 +180,7 @@ SMOLVLA = {
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_message_before_a_run(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
-    settings = {**STATES, "workflow": "ppo", "name": "wrong", "runtime": {"mode": "inline"}}
+    settings: dict[str, Any] = {**STATES, "workflow": "ppo", "name": "wrong", "runtime": {"mode": "inline"}}
     settings |= {name: {**settings.get(name, {}), **own} if isinstance(own, dict) else own
                  for name, own in sections.items()}  # fmt: skip
     with pytest.raises(UserError, match=said):

@@ -184,8 +184,14 @@ def test_advantages_are_those_of_the_decisions_that_own_env_steps() -> None:
     assert not batch.mask.all()
     for env in range(ENVS):
         mine = batch.mask[:, env]
-        alone = [each[mine, env, None] for each in (batch.reward, batch.value, *ends)]
-        expected, _ = generalised_advantages(*alone, batch.last_value[env, None], 0.9, 0.8)
+
+        def column(values: Tensor, mine: Tensor = mine, env: int = env) -> Tensor:
+            return values[mine, env, None]
+
+        expected, _ = generalised_advantages(
+            column(batch.reward), column(batch.value), column(batch.terminated), column(batch.truncated),
+            column(batch.final_value), batch.last_value[env, None], 0.9, 0.8,
+        )  # fmt: skip
         torch.testing.assert_close(found[mine, env], expected[:, 0], rtol=0, atol=0)
 
 
