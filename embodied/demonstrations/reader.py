@@ -202,10 +202,14 @@ class Dataset:
             proprio=self._vectors(layout.PROPRIO, read)[places] if layout.PROPRIO in self.features else None,
             state=self._vectors(layout.STATE, read)[places] if layout.STATE in self.features else None,
             frames={name: self.frames(name, read)[places] for name in names},
-            instruction=tuple(self.tasks[index] for index in self._task_of[rows].tolist()),
+            instruction=self.instructions(rows),
             actions=self._vectors(layout.ACTION, acted).reshape(*ahead.shape, -1),
             padding=(ahead < begins[:, None]) | (ahead >= ends[:, None]),
         )
+
+    def instructions(self, rows: npt.NDArray[np.int64]) -> tuple[str, ...]:
+        """The instruction at each of the rows."""
+        return tuple(self.tasks[index] for index in self._task_of[rows].tolist())
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """All rows of a feature that is no camera: [len] if its shape is (1,), [len, *shape] else. Not a copy."""
