@@ -59,6 +59,8 @@ MODULES = """
 Every module with the first sentence of its docstring. [Architecture](architecture.md) says how they work together, and
 [which file to change](architecture.md#which-file-to-change).
 """
+POSITIONAL = typing.get_args(tyro.conf.Positional[int])[1]
+"""Mark of an argument that is typed without its name."""
 METRICS = """
 A run's numbers, under one name in its record and in the [libraries that follow it](tracking.md). A name with `<…>` is a
 family with a metric for each.
@@ -94,13 +96,14 @@ def _module(verb: str) -> types.ModuleType:
 
 def _options(kind: Any) -> list[str]:
     docs = _attribute_docs(kind)
-    hints = typing.get_type_hints(kind)
+    hints, marked = typing.get_type_hints(kind), typing.get_type_hints(kind, include_extras=True)
     lines = ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(kind):
         if field.name in ("settings", "json", "words"):
             continue
         given = field.default is dataclasses.MISSING or field.default is tyro.MISSING
-        positional = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        positional = required or POSITIONAL in getattr(marked[field.name], "__metadata__", ())
         name = field.name.upper() if positional else "--" + field.name.replace("_", "-")
         default = "required" if given else _shown(field.default)
         meaning = docs.get(field.name, "")

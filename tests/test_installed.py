@@ -102,6 +102,20 @@ def test_the_archive_and_the_source_tree_give_equal_wheels(wheel: Path, source: 
         assert ours.read(linked) == theirs.read(linked) == (ROOT / linked).read_bytes(), linked
 
 
+def test_one_wheel_is_for_every_python_and_system(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+@pytest.mark.slow
+def test_a_package_index_would_take_the_archive_and_the_wheel(archive: Path, wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "tool", with_pip=True)
+    tool = str(tmp_path / "tool" / "bin" / "python")
+    subprocess.run([tool, "-m", "pip", "install", "--quiet", "twine<8"], check=True, capture_output=True)
+    check = [tool, "-m", "twine", "check", "--strict", str(archive), str(wheel)]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
 def test_the_wheel_is_small_and_has_each_scene_once(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.stat().st_size < 14e6  # of which the small policies that recipes begin with take 10 MB

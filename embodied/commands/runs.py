@@ -1,4 +1,4 @@
-"""`embodied runs`: the runs below a folder: how far each has come, and what it has reached."""
+"""`embodied runs`: the runs below folders: how far each has come, and what it has reached; as a page with --out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import tyro
 
 from embodied.errors import UserError
 from embodied.files import parse_yaml, read_json
@@ -36,12 +38,16 @@ HEAD = ("run", "policy on task", "state", "success", "return", "env steps", "tim
 
 @dataclass(frozen=True)
 class Arguments:
-    """List the runs below a folder: what each trains, its state, its success and return with the number of
-    evaluated episodes (or those of the last training episodes), env steps, seconds of iterations, time of the last
-    write."""
+    """List the runs below a folder, or below several: what each trains, its state, its success and return with the
+    number of evaluated episodes (or those of the last training episodes), env steps, seconds of iterations, time of the
+    last write."""
 
+    folders: tyro.conf.Positional[tuple[Path, ...]] = ()
+    """Folders of runs, of one person or several. None: --runs-dir."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
+    out: Path | None = None
+    """Write a page of all evaluated results to this file: a table for each protocol, sorted by a click."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -86,11 +92,36 @@ class Listed:
 
 def run(args: Arguments) -> dict[str, Any]:
     """Print the runs, the one that wrote last at the end. Returns them as plain data."""
-    check_folder(args.runs_dir, "with --runs-dir")
-    found = [listed(folder, args.runs_dir) for folder in run_folders(args.runs_dir)]
-    found.sort(key=lambda one: (one.changed or 0.0, one.name))
-    print("\n".join(table(HEAD, [row_of(one) for one in found])) if found else none_below(args.runs_dir))
-    return {"runs_dir": str(args.runs_dir), "runs": [asdict(one) for one in found]}
+    folders = tuple(dict.fromkeys(args.folders)) or (args.runs_dir,)
+    if len(folders) == 1:
+        check_folder(folders[0], "with --runs-dir" if not args.folders else "as `embodied runs FOLDER`")
+    elif not any(folder.is_dir() for folder in folders):
+        raise UserError(f"there are no folders {', '.join(map(str, folders))}: name folders of runs")
+    there = [folder for folder in folders if folder.is_dir()]
+    found = [(root, listed(folder, root)) for root in there for folder in run_folders(root)]
+    found.sort(key=lambda pair: (pair[1].changed or 0.0, pair[1].name))
+    if len(folders) == 1:
+        lines = table(HEAD, [row_of(one) for _, one in found])
+    else:
+        lines = table(("folder", *HEAD), [(_plain(str(root)), *row_of(one)) for root, one in found])
+    print("\n".join(lines) if found else none_below(*folders))
+    absent = [str(folder) for folder in folders if folder not in there]
+    for folder in absent:
+        print(f"{_plain(folder)} is not a folder")
+    result = {
+        "folders": [str(folder) for folder in folders],
+        "absent": absent,
+        "runs": [asdict(one) for _, one in found],
+    }
+    if args.out is None:
+        return result
+    from embodied.reporting.results_page import labels, write_results_page
+
+    names = labels(folders)
+    left = [(one.name, names[root], *row_of(one)[1:3]) for root, one in found if not one.evaluated]
+    page = write_results_page(args.out, folders, LEVELS, left)
+    print(f"page: {page['page']}, {len(page['results'])} results")
+    return {**result, **page}
 
 
 def check_folder(runs_dir: Path, how: str) -> None:
@@ -99,8 +130,8 @@ def check_folder(runs_dir: Path, how: str) -> None:
         raise UserError(f"there is no folder {runs_dir}: `embodied train CONFIG` makes one, or name another {how}")
 
 
-def none_below(runs_dir: Path) -> str:
-    return f"no runs below {runs_dir}: `embodied train CONFIG` makes one"
+def none_below(*folders: Path) -> str:
+    return f"no runs below {', '.join(map(str, folders))}: `embodied train CONFIG` makes one"
 
 
 def run_folders(folder: Path, levels: int = LEVELS) -> Iterator[Path]:

@@ -73,7 +73,10 @@ EXAMPLES = {
     "reward": (("embodied reward FOLDER ... --out CLASSIFIER", "a success classifier for reward.model"),),
     "export": (("embodied export RUN --out FOLDER", "a directory of OpenVLA, openpi or LeRobot, adapter merged"),),
     "report": (("embodied report RUN RUN ...", "one page; of several runs curves with bands over seeds"),),
-    "runs": (("embodied runs", "what each trains, its state, success, return, env steps, time"),),
+    "runs": (
+        ("embodied runs", "what each trains, its state, success, return, env steps, time"),
+        ("embodied runs FOLDER FOLDER --out results.html", "the results of several people on one page"),
+    ),
     "watch": (("embodied watch", "the same in the browser, and each run's page, while they train"),),
     "doctor": (("embodied doctor", "what is missing, with commands"),),
 }

@@ -224,6 +224,14 @@ def _evals(path: Path) -> list[Evaluation]:
         raise ValueError(f"not the result of an evaluation: {error!r}") from error
 
 
+def read_evaluation(path: Path) -> Evaluation:
+    """All tasks of an `eval.json` together. Raises `OSError`, and `ValueError` for other content."""
+    try:
+        return _evaluation(read_json(path))
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"not the result of an evaluation: {error!r}") from error
+
+
 def _conditions(path: Path) -> list[ConditionResult]:
     value = read_json(path)
     try:

@@ -14,6 +14,7 @@ from embodied.commands.compare import Ran, _row, write_comparison
 from embodied.commands.runs import listed, run_folders
 from embodied.commands.watch import list_page
 from embodied.reporting.report import write_page, write_report
+from embodied.reporting.results_page import write_results_page
 from embodied.reporting.runs_page import write_runs_page
 from embodied.run.trace import Span
 from schedulers import Node
@@ -87,7 +88,9 @@ def runs_pages(folder: Path) -> list[Path]:
     write_page(
         folder / "list.html", "Runs", list_page(folder, [(f.name, listed(f, folder)) for f in run_folders(folder)])
     )
-    return [folder / name for name in ("seeds.html", "settings.html", "list.html")]
+    unfinished = [("a_run_that_has_only_just_begun", "runs", "flow on tabletop/reach", "stopped at iteration 3 of 40")]
+    write_results_page(folder / "results.html", [folder, folder.parent / "absent"], 3, unfinished)
+    return [folder / name for name in ("seeds.html", "settings.html", "list.html", "results.html")]
 
 
 def faults_of(found: list[Measured]) -> dict[tuple[str, int], tuple[str, ...]]:
