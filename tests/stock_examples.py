@@ -1,7 +1,8 @@
 """Compares the tasks of a simulator of examples/ with stock environments, bit for bit: python stock_examples.py NAME.
 
 It is run where the example is installed, so it imports nothing of the tests. States, rewards and pictures are those
-after a reset of a used environment and after each of a dozen env steps.
+after a reset of a used environment and after each of a dozen env steps; of Meta-World, states and rewards also those of
+a whole episode of its scripted expert, which touches and moves what the task has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +42,10 @@ class Stock:
     def frame(self) -> np.ndarray:
         raise NotImplementedError
 
+    def expert(self, state: np.ndarray) -> np.ndarray | None:
+        """The scripted expert's action; None where there is no expert."""
+        return None
+
     def close(self) -> None: ...
 
 
@@ -47,8 +53,10 @@ class MetaWorld(Stock):
     camera = "corner2"
 
     def __init__(self, name: str) -> None:
+        from metaworld.policies import ENV_POLICY_MAP
         from metaworld_farm.simulator import ALL_V3_ENVIRONMENTS, FIELDS
 
+        self._expert: Any = ENV_POLICY_MAP[name]()
         self.env: Any = ALL_V3_ENVIRONMENTS[name](
             render_mode="rgb_array", camera_name=self.camera, width=SIZE, height=SIZE
         )
@@ -67,6 +75,11 @@ class MetaWorld(Stock):
 
     def frame(self) -> np.ndarray:
         return self.env.render()
+
+    def expert(self, state: np.ndarray) -> np.ndarray:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that actions are clipped
+            return np.clip(self._expert.get_action(state), -1.0, 1.0)
 
     def close(self) -> None:
         self.env.close()
@@ -203,6 +216,24 @@ def differences(stock: Stock, task: str) -> list[str]:
     return found
 
 
+def episode_differences(stock: Stock, task: str) -> list[str]:
+    """What differs within the expert's episode, in words; nothing where there is no expert."""
+    state = stock.reset()
+    if stock.expert(state) is None:
+        return []
+    physics = make_physics(TaskSpec(task, ignore_terminations=True))
+    result, found = physics.reset(EpisodeSpec(SEED)), []
+    for step in range(1, physics.info.max_episode_steps + 1):
+        action = np.asarray(stock.expert(state), np.float32)
+        state, reward = stock.step(action.astype(np.float64))
+        result = physics.step(action[None])
+        if not np.array_equal(result.state, state.astype(np.float32)) or result.reward[0] != np.float32(reward):
+            found.append(f"state or reward of the expert's step {step}")
+            break
+    physics.close()
+    return found
+
+
 def main(example: str) -> None:
     kind = {"metaworld": MetaWorld, "robosuite": Robosuite, "gymnasium_robotics": Robotics}[example]
     module = f"{example}_farm"
@@ -212,7 +243,8 @@ def main(example: str) -> None:
     for name in importlib.import_module(module).BACKEND.tasks():
         if name.endswith("-goal-hidden"):
             continue
-        found = differences(kind(name), f"{module}:BACKEND/{name}")
+        task = f"{module}:BACKEND/{name}"
+        found = differences(kind(name), task) + episode_differences(kind(name), task)
         print(name, ", ".join(found) or "equal", flush=True)
         equal += not found
     print(f"equal: {equal} tasks")

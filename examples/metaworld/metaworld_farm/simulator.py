@@ -14,6 +14,7 @@ from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.backends.mujoco_scene import SceneRenderer, camera_names, scene_bytes, scene_of
 from sim_farm.contract import EpisodeOver, EpisodeSpec, FarmError, Float32, PhysicsResult, TaskInfo, TaskSpec
 
+from metaworld_farm.speed import quick_functions, speed_up  # isort: skip
 from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # isort: skip
 
 HIDDEN = "-goal-hidden"
@@ -27,7 +28,7 @@ MOST_REWARD = 10.0
 PROPRIO = 4
 """Leading numbers of the observation: the hand's position (3) and how far the gripper is open."""
 FIELDS = ("body_pos", "site_pos")
-"""Arrays of the model that Meta-World's resets write to (tests/examples/test_metaworld.py looks at every one)."""
+"""Arrays of the model that Meta-World's resets write to (tests/stock_examples.py looks at every one)."""
 
 
 def task_names() -> list[str]:
@@ -75,14 +76,15 @@ class MetaWorldPhysics:
         solved: list[bool] = []
         terminated = False
         observation = None
-        for action in np.clip(actions, -1.0, 1.0).astype(np.float64):
-            observation, reward, _, _, info = self._env.step(action)
-            solved.append(bool(info["success"]))
-            rewards.append(float(solved[-1]) if self.info.spec.reward == "sparse" else float(reward) / MOST_REWARD)
-            self._steps_left -= 1
-            terminated = solved[-1] and not self.info.spec.ignore_terminations
-            if terminated or not self._steps_left:
-                break
+        with quick_functions(self._class):
+            for action in np.clip(actions, -1.0, 1.0).astype(np.float64):
+                observation, reward, _, _, info = self._env.step(action)
+                solved.append(bool(info["success"]))
+                rewards.append(float(solved[-1]) if self.info.spec.reward == "sparse" else float(reward) / MOST_REWARD)
+                self._steps_left -= 1
+                terminated = solved[-1] and not self.info.spec.ignore_terminations
+                if terminated or not self._steps_left:
+                    break
         result = self._result(observation, rewards, solved, terminated)
         if terminated:
             self._steps_left = 0
@@ -160,4 +162,5 @@ def _environment(task: type[Any], model: mujoco.MjModel, data: mujoco.MjData) ->
     env = task.__new__(task)
     env._initialize_simulation = lambda: (model, data)
     env.__init__()
+    speed_up(env)
     return env
