@@ -145,7 +145,7 @@ def main(arguments: Arguments) -> None:
     cores = tuple(sorted(os.sched_getaffinity(0)))[: arguments.cores]
     if len(cores) < arguments.cores:
         raise SystemExit(f"{arguments.cores} cores are asked for, and this process may use {len(cores)}: set --cores")
-    pythons = {installed: interpreter(installed) for _, installed in map(COMPARISONS.get, arguments.only)}
+    pythons = {installed: interpreter(installed) for installed in {COMPARISONS[name][1] for name in arguments.only}}
     figures: dict[str, object] = {"num_envs": arguments.num_envs, "cores": len(cores), "load": os.getloadavg()[0]}
     for name in arguments.only:
         given, installed = COMPARISONS[name]

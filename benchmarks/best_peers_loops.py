@@ -329,36 +329,46 @@ def parts(given: Comparison, actions: np.ndarray) -> dict[str, float]:
     return found
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A peer that is ready to be measured."""
+
+    run: Callable[[], int]
+    equal_work: dict[str, Any]
+    close: Callable[[], None]
+
+
+def stepped_peer(given: Comparison, farm: FarmSide, actions: np.ndarray) -> Peer:
+    side = (EnvPoolSide if given.peer == "envpool" else MjbatchSide)(given, farm.limit)
+    return Peer(stepper(side, actions), compared(given, farm, side, actions), side.close)
+
+
+def rollout_peer(given: Comparison, farm: FarmSide, actions: np.ndarray) -> Peer:
+    side = RolloutSide(given, farm.limit)
+    controls = side.controls(actions)
+    state = farm.reset()
+    for each in actions:
+        state, *_ = farm.step(each)
+    part = slice(*given.same)
+    end = side.episode(controls)[:, 1:].astype(np.float32)  # the time comes first
+    difference = float(np.abs(state[:, part] - end[:, part]).max())
+
+    def run() -> int:
+        side.episode(controls)
+        return farm.limit * given.num_envs
+
+    return Peer(run, {"episode_steps": farm.limit, "largest_difference": difference}, side.close)
+
+
 def main(given: Comparison) -> None:
     os.sched_setaffinity(0, set(given.cores))
     with closing(FarmSide(given)) as farm:
-        actions = np.random.default_rng(0).uniform(-1, 1, (farm.limit, given.num_envs, farm.action_dim))
-        actions = actions.astype(np.float32)
-        if given.peer == "rollout":
-            peer: Any = RolloutSide(given, farm.limit)
-            controls = peer.controls(actions)
-            state = farm.reset()
-            for each in actions:
-                state, *_ = farm.step(each)
-            last = slice(*given.same)
-            end = peer.episode(controls)[:, 1:][:, last].astype(np.float32)  # time comes first
-            found = {
-                "episode_steps": farm.limit,
-                "largest_difference": float(np.abs(state[:, last] - end).max()),
-            }
-
-            def run_peer() -> int:
-                peer.episode(controls)
-                return farm.limit * given.num_envs
-
-        else:
-            peer = (EnvPoolSide if given.peer == "envpool" else MjbatchSide)(given, farm.limit)
-            found = compared(given, farm, peer, actions)
-            run_peer = stepper(peer, actions)
-        with closing(peer):
+        drawn = np.random.default_rng(0).uniform(-1, 1, (farm.limit, given.num_envs, farm.action_dim))
+        actions = drawn.astype(np.float32)
+        with closing((rollout_peer if given.peer == "rollout" else stepped_peer)(given, farm, actions)) as peer:
             run_farm = stepper(farm, actions)
-            rates(run_farm, 0.5 * given.seconds), rates(run_peer, 0.5 * given.seconds)
-            pairs = [(rates(run_farm, given.seconds), rates(run_peer, given.seconds)) for _ in range(given.rounds)]
+            rates(run_farm, 0.5 * given.seconds), rates(peer.run, 0.5 * given.seconds)
+            pairs = [(rates(run_farm, given.seconds), rates(peer.run, given.seconds)) for _ in range(given.rounds)]
 
     def median(of: Callable[[Rates, Rates], float]) -> float:
         return float(np.median([of(*pair) for pair in pairs]))
@@ -372,7 +382,7 @@ def main(given: Comparison) -> None:
         "peer_cpu_ms": 1e3 / median(lambda ours, theirs: theirs.cpu),
         "ratio_to_peer_by_cpu_time": median(lambda ours, theirs: ours.cpu / theirs.cpu),
         "ratio_by_cpu_time_least_most": [by_cpu[0], by_cpu[-1]],
-        "equal_work": found,
+        "equal_work": peer.equal_work,
         "cpu_ms_of_one_environment": parts(given, actions),
         "pairs": [[asdict(ours), asdict(theirs)] for ours, theirs in pairs],
     }
@@ -382,5 +392,5 @@ def main(given: Comparison) -> None:
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), *(str(ROOT / "examples" / name) for name in EXAMPLES)]
     values = json.loads(sys.argv[1])
-    values |= {key: tuple(values[key]) for key in ("same", "cores")}
+    values |= {key: tuple(values[key]) for key in ("same", "cores", "peer_options")}
     main(Comparison(**values))

@@ -110,7 +110,9 @@ class _Rotation:
     def __init__(self, matrix: Array) -> None:
         self._matrix = matrix
 
-    from_matrix = classmethod(lambda cls, matrix: cls(matrix))
+    @classmethod
+    def from_matrix(cls, matrix: Array) -> _Rotation:
+        return cls(matrix)
 
     def as_quat(self) -> Array:
         return quaternion(self._matrix)
