@@ -333,14 +333,17 @@ def parts(given: Comparison, actions: np.ndarray) -> dict[str, float]:
 class Peer:
     """A peer that is ready to be measured."""
 
+    side: Any
     run: Callable[[], int]
     equal_work: dict[str, Any]
-    close: Callable[[], None]
+
+    def close(self) -> None:
+        self.side.close()
 
 
 def stepped_peer(given: Comparison, farm: FarmSide, actions: np.ndarray) -> Peer:
     side = (EnvPoolSide if given.peer == "envpool" else MjbatchSide)(given, farm.limit)
-    return Peer(stepper(side, actions), compared(given, farm, side, actions), side.close)
+    return Peer(side, stepper(side, actions), compared(given, farm, side, actions))
 
 
 def rollout_peer(given: Comparison, farm: FarmSide, actions: np.ndarray) -> Peer:
@@ -357,7 +360,7 @@ def rollout_peer(given: Comparison, farm: FarmSide, actions: np.ndarray) -> Peer
         side.episode(controls)
         return farm.limit * given.num_envs
 
-    return Peer(run, {"episode_steps": farm.limit, "largest_difference": difference}, side.close)
+    return Peer(side, run, {"episode_steps": farm.limit, "largest_difference": difference})
 
 
 def main(given: Comparison) -> None:
