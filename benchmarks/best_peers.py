@@ -103,7 +103,7 @@ class Arguments:
     """Environments of each."""
     cores: int = 2
     """Cores that the farm's workers, or the peer's threads, are pinned to."""
-    seconds: float = 2.0
+    seconds: float = 1.5
     """Duration of each measurement."""
     rounds: int = 5
     """Measurements of each."""
