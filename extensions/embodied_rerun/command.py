@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich import print as show
+from rich import get_console
+from rich.markup import escape
 
 from embodied.demonstrations.writer import new_folder
 from embodied.errors import UserError
@@ -63,9 +64,12 @@ def run(args: Arguments) -> dict[str, Any]:
                 f"no episode of {source.folder} came out of its replay as it was evaluated: nothing is written"
             )
     left_out = sorted({*numbers} - {*written})
-    show(f"[bold]{out}[/]: {len(written)} episodes of {source.folder}, {total / 1e6:.1f} MB")
+    lines = [
+        f"[bold]{escape(str(out))}[/]: {len(written)} episodes of {escape(str(source.folder))}, {total / 1e6:.1f} MB"
+    ]
     if left_out:
         listed = ", ".join(map(str, left_out))
-        show(f"episodes {listed} came out otherwise when they were replayed, and were left out")
-    show(f"open them: rerun {out}/*.rrd")
+        lines.append(f"episodes {listed} came out otherwise when they were replayed, and were left out")
+    lines.append(f"open them: rerun {escape(str(out))}/*.rrd")
+    get_console().print("\n".join(lines), highlight=False, soft_wrap=True)
     return {"source": str(source.folder), "out": str(out), "episodes": written, "left_out": left_out, "bytes": total}
