@@ -83,6 +83,20 @@ def test_a_batch_equals_single_environments_in_other_control_modes(mode: str) ->
     close_kept()
 
 
+def test_a_reason_names_the_method_whose_results_cannot_be_joined() -> None:
+    """Inverse kinematics has no answer for an arm at its reach: ManiSkill's returns none, for that environment."""
+    spec = TaskSpec("maniskill/PushCube-v1", control_mode="pd_ee_delta_pos", max_episode_steps=60)
+    with ExitStack() as stack:
+        physics = [stack.enter_context(closing(make_physics(spec))) for _ in range(2)]
+        batch = make_batch(spec, physics)
+        for each in physics:
+            each.reset(EpisodeSpec(0))
+        outward = np.zeros((50, physics[0].info.action_dim), np.float32)
+        outward[:, :3] = 1.0
+        batch.step([0, 1], np.stack([outward, np.zeros_like(outward)]))
+        assert batch.alone == "what Kinematics.compute_ik returns is a NoneType or Tensor"
+
+
 # --- tasks that were not written for a batch
 
 

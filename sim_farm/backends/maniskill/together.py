@@ -156,9 +156,9 @@ class Each:
             raise AttributeError(name)
         with apart():
             found = [getattr(member, name) for member in self._members]
-        return self._calls(found) if callable(found[0]) else self._joining.join(found)
+        return self._calls(name, found) if callable(found[0]) else self._joining.join(found)
 
-    def _calls(self, methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def _calls(self, name: str, methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         joining = self._joining
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,10 @@ class Each:
                 found = [
                     method(*joining.part(args, row), **joining.part(kwargs, row)) for row, method in enumerate(methods)
                 ]
-            return joining.join(found)
+            try:
+                return joining.join(found)
+            except NotTogether as problem:
+                raise NotTogether(f"what {type(self._members[0]).__name__}.{name} returns {problem}") from None
 
         return call
 
