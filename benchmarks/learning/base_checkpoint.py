@@ -5,6 +5,8 @@ python benchmarks/learning/base_checkpoint.py --model smolvla --speaking-steps 3
 python benchmarks/learning/base_checkpoint.py --axes robot --out assets/openvla_small
 python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --out assets/openvla_small_cubes
 python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --model pi0 --out assets/pi0_small_cubes
+python benchmarks/learning/base_checkpoint.py --axes robot --world cubes --model smolvla --speaking-steps 3000 \
+  --out assets/smolvla_small_cubes
 
 A vision-language-action model is made of a vision-language model that has seen pictures and can say where things are.
 This one learns that from pictures of a task (`benchmarks/learning/worlds.py`) at random places of gripper and objects:

@@ -53,7 +53,9 @@ def result(path: Path) -> dict[str, Any]:
 def evaluated(run: Path, protocol: dict[str, Any]) -> dict[str, Any]:
     """The run's newest evaluation by this protocol; the one at its end lies in the run, later ones below `evals`."""
     paths = [run / "eval.json", *sorted((run / "evals").glob("*/eval.json"))]
-    same = [found for path in paths if path.is_file() and (found := result(path)).pop("protocol") == protocol]
+    found = [result(path) for path in paths if path.is_file()]
+    # Its hash, which the machine's processor and cores are no part of.
+    same = [each for each in found if each.pop("protocol")["sha256"] == protocol["sha256"]]
     if not same:
         sys.exit(f"{run} lacks an evaluation on the base's episodes: embodied eval {run} --seed {protocol['seed']}")
     return same[-1]

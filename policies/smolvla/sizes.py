@@ -4,7 +4,7 @@ A folder has LeRobot's layout without weights, whose seed config.json says, and 
 tokenizer in `vlm`. Numbers of states and actions are as they are, until demonstrations give them units.
 
 Names: smolvla is the published network (450 million parameters, arXiv 2506.01844, on SmolVLM2-500M); smolvla-small
-learns on two cores; smolvla-tiny is for tests.
+learns on two cores, and smolvla-small-128 from pictures of 128 x 128 pixels; smolvla-tiny is for tests.
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ MODELS = {
     "smolvla-small": Size(
         _text(128, 4, 256, (4, 2), 32, 256), _vision(64, 3, 192, 2, 56, 14), 1,
         {**_entries(56, 4, 4), "max_state_dim": 10, "max_action_dim": 10, "tokenizer_max_length": 16},
+    ),
+    "smolvla-small-128": Size(
+        _text(128, 4, 256, (4, 2), 32, 256), _vision(64, 3, 192, 2, 128, 32), 1,
+        {**_entries(128, 4, 8), "max_state_dim": 18, "max_action_dim": 18, "tokenizer_max_length": 16},
     ),
     "smolvla-tiny": Size(_text(32, 2, 48, (4, 2), 8, 256), _vision(24, 1, 36, 2, 32, 8), 2, _entries(32, 2, 4)),
 }  # fmt: skip

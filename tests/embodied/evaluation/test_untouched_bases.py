@@ -21,6 +21,7 @@ MOST = {
     "diffusion_small": 0.2,
     # An arm that moves at all pushes a cube now and then.
     "pi0_two_cubes": 0.45,
+    "smolvla_two_cubes": 0.1,
     "openvla_oft_two_cubes": 0.1,
     "pi0_goal_small_grpo": 0.1,
 }
