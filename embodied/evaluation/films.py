@@ -18,33 +18,15 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from embodied.execution.session import Session, in_order, worker_count
+from embodied.execution.session import Session
 from embodied.reporting.live import steps
 from embodied.rollout.evaluator import EpisodeOutcome
-from embodied.runtime.handles import Handle
-from sim_farm.client.episode_replay import Replayer
-from sim_farm.contract import EpisodeSpec, Float32, TaskSpec, UInt8
+from sim_farm.client.episode_replay import FilmRequest
+from sim_farm.contract import Float32, TaskSpec, UInt8
 
 SIZE = 256
 FRAMES = 60
 """Frames of a filmed episode, about; longer episodes are filmed every second, third, ... step."""
-
-
-class Filmer:
-    """A worker that films episodes of one task after the other."""
-
-    def __init__(self) -> None:
-        self._task: TaskSpec | None = None
-        self._replayer: Replayer | None = None
-
-    def film(self, task: TaskSpec, episode: EpisodeSpec, actions: Float32, every: int) -> list[UInt8]:
-        """Frames uint8 [SIZE, SIZE, 3] of the task's first camera, upright."""
-        if self._replayer is None or task != self._task:
-            if self._replayer is not None:
-                self._replayer.close()
-            self._replayer = Replayer(replace(task, cameras=1, image_size=SIZE, orientation="upright"))
-            self._task = task
-        return self._replayer.film(episode, actions, every)
 
 
 def stride(length: int) -> int:
@@ -53,7 +35,7 @@ def stride(length: int) -> int:
 
 
 def filmed_steps(length: int, every: int) -> list[int]:
-    """The env steps after which the frames of `Filmer.film` were taken."""
+    """The env steps after which the frames of `Replayer.film` were taken."""
     return [*range(0, length, every), length]
 
 
@@ -93,26 +75,18 @@ class Shown:
 
 
 def write_film(path: Path, session: Session, episodes: Sequence[Shown], columns: int | None = None) -> None:
-    """Replay the episodes and tile them into one video, in rows of `columns` or with failures first; the work is dealt
-    out to as many filmers as cores. All are as fast as the longest, so that one can be compared with another."""
-    # Episodes of a task next to each other: a filmer builds a task's scene once.
+    """Replay the episodes, in as many simulators as cores, and tile them into one video, in rows of `columns` or with
+    failures first. All are as fast as the longest, so that one can be compared with another."""
+    # Episodes of a task next to each other: its scene is built once.
     ordered = sorted(range(len(episodes)), key=lambda place: episodes[place].outcome.task)
-    count = worker_count(session, len(ordered))
-    session.runtime.prepare(count)
     every = stride(max((one.outcome.length for one in episodes), default=0))
-
-    def begin(filmer: Handle[Filmer], place: int) -> list[UInt8]:
-        one = episodes[place]
-        return filmer.submit(Filmer.film, one.task, one.outcome.spec, one.actions, every)
-
+    requests = [_request(episodes[place], every) for place in ordered]
     films: dict[int, list[UInt8]] = {}
     with steps("Filming", len(ordered)) as bar:
-        filmers = [session.runtime.start(f"filmer {i}", Filmer) for i in range(count)]
-        for place, film in in_order(filmers, ordered, begin):
-            films[place] = film
+        drawn = session.runtime.host.films(requests, len(session.cores))
+        for place, frames in zip(ordered, drawn, strict=True):
+            films[place] = frames
             bar.advance()
-        for filmer in filmers:
-            filmer.end()
     tiles = [
         EpisodeFrames(
             one.outcome.task, films[place], one.outcome.success, one.label, filmed_steps(one.outcome.length, every)
@@ -120,6 +94,11 @@ def write_film(path: Path, session: Session, episodes: Sequence[Shown], columns:
         for place, one in enumerate(episodes)
     ]
     write_tiled(path, tiles, 15, columns)
+
+
+def _request(shown: Shown, every: int) -> FilmRequest:
+    task = replace(shown.task, cameras=1, image_size=SIZE, orientation="upright")
+    return FilmRequest(task, shown.outcome.spec, shown.actions, every)
 
 
 # --- Evaluation episodes side by side in one video that plays in a browser.

@@ -143,7 +143,7 @@ def _await_built(farm: Farm, runtime: Runtime) -> None:
             time.sleep(0.05)  # building takes tens of milliseconds and more
 
 
-# --- replayers: episodes replayed by several workers at once, for films and datasets
+# --- replayers: episodes replayed by several workers at once, for datasets
 
 
 Item = TypeVar("Item")
@@ -151,14 +151,9 @@ Result = TypeVar("Result")
 Worker = TypeVar("Worker")
 
 
-def worker_count(session: Session, episodes: int) -> int:
-    """Number of workers: one per core, at most one per episode; one if everything runs in this process."""
-    return min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
-
-
 def replayers_of(first: Handle[Replayer], task: TaskSpec, session: Session, episodes: int) -> list[Handle[Replayer]]:
-    """Replayers, one per core, `first` among them."""
-    count = worker_count(session, episodes)
+    """Replayers, `first` among them: one per core, at most one per episode; one if everything runs in this process."""
+    count = min(len(session.cores), episodes) if session.config.runtime.mode == "ray" else 1
     session.runtime.prepare(count - 1)
     return [first, *(session.runtime.start(f"replayer {i}", Replayer, task) for i in range(1, count))]
 

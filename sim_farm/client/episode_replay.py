@@ -55,6 +55,19 @@ class ReplayedEpisode:
 
 
 @dataclass(frozen=True)
+class FilmRequest:
+    """An episode to film."""
+
+    task: TaskSpec
+    """The task that is simulated. Its first camera films."""
+    episode: EpisodeSpec
+    actions: Float32
+    """[n, A]"""
+    every: int = 1
+    """Env steps from one frame to the next."""
+
+
+@dataclass(frozen=True)
 class Recording:
     """An episode of n env steps as the simulator's own recorder wrote it."""
 
@@ -217,6 +230,26 @@ class Replayer:
             if seen[-1].ended:
                 break
         return seen
+
+
+class Filmer:
+    """Films episodes, and makes a task's simulator anew only where the episode before was another task's."""
+
+    def __init__(self) -> None:
+        self._task: TaskSpec | None = None
+        self._replayer: Replayer | None = None
+
+    def film(self, request: FilmRequest) -> list[UInt8]:
+        """The frames of `Replayer.film`."""
+        if self._replayer is None or request.task != self._task:
+            self.close()
+            self._replayer, self._task = Replayer(request.task), request.task
+        return self._replayer.film(request.episode, request.actions, request.every)
+
+    def close(self) -> None:
+        if self._replayer is not None:
+            self._replayer.close()
+        self._replayer = None
 
 
 def _begin(physics: TaskPhysics, recording: Recording, goes_on: bool) -> tuple[list[PhysicsResult], bool]:

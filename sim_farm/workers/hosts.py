@@ -3,12 +3,13 @@ handles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
-from sim_farm.contract import TaskInfo, TaskSpec
+from sim_farm.client.episode_replay import Filmer, FilmRequest
+from sim_farm.contract import TaskInfo, TaskSpec, UInt8
 from sim_farm.registry import make_physics
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import WorkerMemory
@@ -49,6 +50,11 @@ class Host(Protocol):
         """Start the worker. `memory` is what `setup.memory` leads to in another process."""
         ...
 
+    def films(self, requests: Sequence[FilmRequest], processes: int) -> Iterator[list[UInt8]]:
+        """The frames of each request, in order (`Replayer.film`), drawn by at most `processes` processes at once. No
+        farm serves meanwhile. Raises `FarmError` with the message of what went wrong in a simulator."""
+        ...
+
     def watch(self) -> None:
         """Replace workers that died or hang; call it while you wait for a farm. Raises `WorkerFailed` for one that is
         given up."""
@@ -84,6 +90,10 @@ class InProcess:
         worker = make_worker(setup, memory)
         worker.build()
         return _LocalHandle(worker)
+
+    def films(self, requests: Sequence[FilmRequest], processes: int) -> Iterator[list[UInt8]]:
+        with closing(Filmer()) as filmer:
+            yield from map(filmer.film, requests)
 
     def watch(self) -> None:
         """No worker dies apart from this process."""

@@ -17,14 +17,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import cycle, groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO
+from typing import IO, TypeVar
 
+from sim_farm.client.episode_replay import Filmer, FilmRequest
 from sim_farm.client.health import done_by, hung, restarted
-from sim_farm.contract import FarmError, TaskInfo, TaskSpec
+from sim_farm.contract import FarmError, TaskInfo, TaskSpec, UInt8
 from sim_farm.registry import BACKENDS, resolve
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory import slot_layout
@@ -42,6 +46,8 @@ from sim_farm.workers.supervision import (
     WorkerFailed,
 )
 from sim_farm.workers.worker import WorkerSetup
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +76,8 @@ class Processes:
     def __init__(
         self, start_s: float, silent_s: float, limit: MemoryLimit = NO_LIMIT, shows_output: bool = True
     ) -> None:
-        """Starts nothing yet. A simulator may take `start_s` seconds to describe a task. What processes write is shown
-        in the terminal, or its end only in the message of one that cannot serve."""
+        """Starts nothing yet. A simulator may take `start_s` seconds to describe a task, or to film an episode. What
+        processes write is shown in the terminal, or its end only in the message of one that cannot serve."""
         self.start_s, self.silent_s, self.limit = start_s, silent_s, limit
         # Opened for appending: the processes share it, and it is emptied when it is long.
         self._output = None if shows_output else tempfile.TemporaryFile("a+b")  # noqa: SIM115 - for all
@@ -115,9 +121,7 @@ class Processes:
             process = self._asked[task]
             if process.receive(until - time.monotonic()):
                 continue
-            ended = process.end()
-            self._idle = [other for other in self._idle if other is not process]
-            self._asked = {other: one for other, one in self._asked.items() if one is not process}
+            ended = self._end(process)
             late = f"did not describe its task within {self.start_s:.0f} s" if ended is None else ended
             raise WorkerFailed(f"a process of {task.name} {late}{self.last_words()}")
         self._asked.pop(task, None)
@@ -126,6 +130,42 @@ class Processes:
             del self._described[task]
             raise FarmError(found)
         return found
+
+    def films(self, requests: Sequence[FilmRequest], processes: int) -> Iterator[list[UInt8]]:
+        """See `Host`. Processes of earlier farms draw, on the devices that they have drawn on. Raises `WorkerFailed`
+        where one ends, or takes longer than `start_s` seconds."""
+        for _, own in groupby(requests, lambda request: _simulator(request.task)):
+            yield from self._films(list(own), processes)
+
+    def _films(self, requests: Sequence[FilmRequest], processes: int) -> Iterator[list[UInt8]]:
+        self._drop_ended()
+        simulator, count = _simulator(requests[0].task), min(processes, len(requests))
+        filming = [process for process in self._idle if process.simulator == simulator][:count]
+        self._idle = [process for process in self._idle if process not in filming]
+        filming += [self._start(requests[0].task) for _ in range(count - len(filming))]
+        try:
+            for request, process in zip(requests, cycle(filming), strict=False):
+                process.film(request)
+            for request, process in zip(requests, cycle(filming), strict=False):
+                found = process.filmed(self.start_s)
+                if found is None:
+                    late = self._end(process) or f"did not film an episode within {self.start_s:.0f} s"
+                    raise WorkerFailed(f"a process of {request.task.name} {late}{self.last_words()}")
+                if isinstance(found, str):
+                    raise FarmError(found)
+                yield found
+        finally:
+            for process in filming:
+                if process.filming:
+                    self._end(process)
+                else:
+                    self._idle.append(process)
+
+    def _end(self, process: _Process) -> str | None:
+        """End a process that does not serve, and expect nothing of it any more; how it had ended before."""
+        self._idle = [other for other in self._idle if other is not process]
+        self._asked = {task: one for task, one in self._asked.items() if one is not process}
+        return process.end()
 
     def _drop_ended(self) -> None:
         """Forget idle processes that have died since they served, except one that has been given a task: its death is
@@ -264,6 +304,9 @@ class _Process:
         `output`, or to the terminal."""
         self.simulator, self._described = _simulator(task), described
         self._serving = False
+        self.filming = 0
+        """Number of episodes to film whose frames were not taken yet."""
+        self._films: deque[list[UInt8] | str] = deque()
         self.drew = False
         self.device: RenderDevice | None = None
         self.memory_checks = MemoryChecks(settles=1)  # once built it has all that it needs
@@ -288,7 +331,7 @@ class _Process:
         drawn on no other device."""
         return self.simulator == _simulator(task) and (not self.drew or self.device == device)
 
-    def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup) -> None:
+    def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup | FilmRequest) -> None:
         try:
             self._connection.send(message)
         except OSError:  # it has ended: whoever waits for it finds that
@@ -299,6 +342,21 @@ class _Process:
         if setup.draws:
             self.drew, self.device = True, setup.device
         self.send(setup)
+
+    def film(self, request: FilmRequest) -> None:
+        self.drew = True
+        self.filming += 1
+        self.send(request)
+
+    def filmed(self, deadline_s: float) -> list[UInt8] | str | None:
+        """Frames of the next episode, or the message of what went wrong; None where none comes in time, or the process
+        has ended."""
+        until = time.monotonic() + deadline_s
+        while not self._films:
+            if not self.receive(until - time.monotonic()):
+                return None
+        self.filming -= 1
+        return self._films.popleft()
 
     def served(self, deadline_s: float) -> bool:
         """True once it has served, waited for at most `deadline_s`; False where it is stuck, or has ended."""
@@ -320,6 +378,8 @@ class _Process:
             return False
         if message is None:
             self._serving = False
+        elif isinstance(message, list | str):
+            self._films.append(message)
         else:
             self._described.update([message])
         return True
@@ -355,12 +415,17 @@ def main(descriptor: int) -> None:
     cores = os.sched_getaffinity(0)
     BACKENDS.update(received.get())
     _import(received.get())
+    filmer = Filmer()
     while True:
         message = received.get()
         if isinstance(message, TaskSpec):
-            connection.send((message, _description(message)))
+            connection.send((message, _answer(partial(InProcess().describe, message))))
+            continue
+        os.sched_setaffinity(0, cores)  # another farm may have pinned it
+        if isinstance(message, FilmRequest):
+            connection.send(_answer(partial(filmer.film, message)))
         else:
-            os.sched_setaffinity(0, cores)  # another farm may have pinned it
+            filmer.close()
             make_worker(message).serve()
             connection.send(None)
 
@@ -385,10 +450,10 @@ def _import(task: str) -> None:
         resolve(task)
 
 
-def _description(task: TaskSpec) -> TaskInfo | str:
-    """The task's sizes, or the message of what went wrong: a traceback is added unless it is a user's mistake."""
+def _answer(made: Callable[[], T]) -> T | str:
+    """What is made, or the message of what went wrong: a traceback is added unless it is a user's mistake."""
     try:
-        return InProcess().describe(task)
+        return made()
     except FarmError as error:
         return str(error)
     except Exception:  # whatever a simulator raises is the caller's to say

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,10 @@ from embodied.runtime.api import NodeInfo
 from embodied.runtime.ray.cluster import RayCluster, cannot_start
 from embodied.runtime.remote import FarLost, FarPhysics, Relay, require_software, software
 from embodied.runtime.rounding import kernels
+from sim_farm.client.episode_replay import FilmRequest
 from sim_farm.client.farm import WorkerFailed
 from sim_farm.client.health import done_by
-from sim_farm.contract import FarmError, TaskInfo, TaskSpec
+from sim_farm.contract import FarmError, TaskInfo, TaskSpec, UInt8
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import WorkerMemory
 from sim_farm.workers.hosts import WorkerHandle
@@ -87,6 +88,9 @@ class FarHost:
 
     def describe(self, task: TaskSpec) -> TaskInfo:
         return self._here.describe(task)
+
+    def films(self, requests: Sequence[FilmRequest], processes: int) -> Iterator[list[UInt8]]:
+        return self._here.films(requests, processes)
 
     def launch(self, setup: WorkerSetup, memory: WorkerMemory) -> WorkerHandle:
         """Raises `FarmError` where a physics worker on another node would have to draw."""

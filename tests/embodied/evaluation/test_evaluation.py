@@ -20,13 +20,14 @@ from embodied.commands.evaluate import evaluate_run
 from embodied.config.files import load_config
 from embodied.evaluation import films
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder, film
-from embodied.evaluation.films import FRAMES, EpisodeFrames, Filmer, Shown, filmed_steps, stride
+from embodied.evaluation.films import FRAMES, EpisodeFrames, Shown, filmed_steps, stride
 from embodied.evaluation.folder import read_folder
 from embodied.evaluation.protocol import protocol_of
 from embodied.execution import recovery
 from embodied.execution.session import open_session
 from embodied.rollout.evaluator import EpisodeOutcome, deal_out
 from embodied.run.saved_settings import settings_of
+from sim_farm.client.episode_replay import Replayer
 from sim_farm.contract import EpisodeSpec, TaskSpec
 from sim_farm.episodes import ListedEpisodes, evaluation_episodes
 from sim_farm.shared_memory.slot_layout import FarmSpec
@@ -135,8 +136,8 @@ def test_a_policy_acts_on_its_instruction(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", often([121], [1, 59, 119, 121, 160]))
 def test_a_long_film_says_at_which_step_each_frame_was_taken(length: int) -> None:
     """The last is the episode's end, whatever lies between two frames."""
-    task, episode = TaskSpec("tabletop/push", max_episode_steps=length), EpisodeSpec(3)
-    frames = Filmer().film(task, episode, np.zeros((length, 3), np.float32), stride(length))
+    task, episode = TaskSpec("tabletop/push", cameras=1, max_episode_steps=length), EpisodeSpec(3)
+    frames = Replayer(task).film(episode, np.zeros((length, 3), np.float32), stride(length))
     numbers = filmed_steps(length, stride(length))
     assert len(numbers) == len(frames) and numbers[0] == 0 and numbers[-1] == length
     assert len(frames) <= 2 * FRAMES + 1
