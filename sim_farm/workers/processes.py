@@ -20,11 +20,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, TypeVar
+
+import numpy as np
 
 from sim_farm.client.episode_replay import Filmer, FilmRequest
 from sim_farm.client.health import done_by, hung, restarted
@@ -143,23 +146,29 @@ class Processes:
         filming = [process for process in self._idle if process.simulator == simulator][:count]
         self._idle = [process for process in self._idle if process not in filming]
         filming += [self._start(requests[0].task) for _ in range(count - len(filming))]
+        # Through the pipe, ten megabytes would take a hundred turns of both processes, each a wait on a busy machine.
+        folder = tempfile.TemporaryDirectory()
+        orders = [_Film(request, f"{folder.name}/{number}.npy") for number, request in enumerate(requests)]
         try:
-            for request, process in zip(requests, cycle(filming), strict=False):
-                process.film(request)
-            for request, process in zip(requests, cycle(filming), strict=False):
-                found = process.filmed(self.start_s)
+            for order, process in zip(orders, cycle(filming), strict=False):
+                process.film(order)
+            for order, process in zip(orders, cycle(filming), strict=False):
+                request, found = order.request, process.filmed(self.start_s)
                 if found is None:
                     late = self._end(process) or f"did not film an episode within {self.start_s:.0f} s"
                     raise WorkerFailed(f"a process of {request.task.name} {late}{self.last_words()}")
-                if isinstance(found, str):
+                if found:
                     raise FarmError(found)
-                yield found
+                frames = list(np.load(order.path))
+                os.unlink(order.path)
+                yield frames
         finally:
             for process in filming:
                 if process.filming:
                     self._end(process)
                 else:
                     self._idle.append(process)
+            folder.cleanup()
 
     def _end(self, process: _Process) -> str | None:
         """End a process that does not serve, and expect nothing of it any more; how it had ended before."""
@@ -242,6 +251,19 @@ class Processes:
             process.send(task)
 
 
+@dataclass(frozen=True)
+class _Film:
+    """An episode to film, and the file for its frames, uint8 [n, H, W, 3]."""
+
+    request: FilmRequest
+    path: str
+
+    def draw(self, filmer: Filmer) -> str:
+        """Write the file. Returns nothing to say."""
+        np.save(self.path, np.stack(filmer.film(self.request)))
+        return ""
+
+
 class _Worker:
     """A worker of a farm, and the process that serves as it at the moment."""
 
@@ -306,7 +328,7 @@ class _Process:
         self._serving = False
         self.filming = 0
         """Number of episodes to film whose frames were not taken yet."""
-        self._films: deque[list[UInt8] | str] = deque()
+        self._films: deque[str] = deque()
         self.drew = False
         self.device: RenderDevice | None = None
         self.memory_checks = MemoryChecks(settles=1)  # once built it has all that it needs
@@ -331,7 +353,7 @@ class _Process:
         drawn on no other device."""
         return self.simulator == _simulator(task) and (not self.drew or self.device == device)
 
-    def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup | FilmRequest) -> None:
+    def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup | _Film) -> None:
         try:
             self._connection.send(message)
         except OSError:  # it has ended: whoever waits for it finds that
@@ -343,14 +365,14 @@ class _Process:
             self.drew, self.device = True, setup.device
         self.send(setup)
 
-    def film(self, request: FilmRequest) -> None:
+    def film(self, film: _Film) -> None:
         self.drew = True
         self.filming += 1
-        self.send(request)
+        self.send(film)
 
-    def filmed(self, deadline_s: float) -> list[UInt8] | str | None:
-        """Frames of the next episode, or the message of what went wrong; None where none comes in time, or the process
-        has ended."""
+    def filmed(self, deadline_s: float) -> str | None:
+        """Empty once the next film's frames are written, or the message of what went wrong; None where nothing comes in
+        time, or the process has ended."""
         until = time.monotonic() + deadline_s
         while not self._films:
             if not self.receive(until - time.monotonic()):
@@ -378,7 +400,7 @@ class _Process:
             return False
         if message is None:
             self._serving = False
-        elif isinstance(message, list | str):
+        elif isinstance(message, str):
             self._films.append(message)
         else:
             self._described.update([message])
@@ -422,8 +444,8 @@ def main(descriptor: int) -> None:
             connection.send((message, _answer(partial(InProcess().describe, message))))
             continue
         os.sched_setaffinity(0, cores)  # another farm may have pinned it
-        if isinstance(message, FilmRequest):
-            connection.send(_answer(partial(filmer.film, message)))
+        if isinstance(message, _Film):
+            connection.send(_answer(partial(message.draw, filmer)))
         else:
             filmer.close()
             make_worker(message).serve()
