@@ -146,7 +146,7 @@ class Processes:
         filming = [process for process in self._idle if process.simulator == simulator][:count]
         self._idle = [process for process in self._idle if process not in filming]
         filming += [self._start(requests[0].task) for _ in range(count - len(filming))]
-        # Through the pipe, ten megabytes would take a hundred turns of both processes, each a wait on a busy machine.
+        # Ten megabytes each: the pipe would hand them over in pieces of its buffer.
         folder = tempfile.TemporaryDirectory()
         orders = [_Film(request, f"{folder.name}/{number}.npy") for number, request in enumerate(requests)]
         try:
