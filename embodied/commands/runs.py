@@ -92,6 +92,8 @@ class Listed:
 
 def run(args: Arguments) -> dict[str, Any]:
     """Print the runs, the one that wrote last at the end. Returns them as plain data."""
+    if args.folders and args.runs_dir != RUNS:
+        raise UserError("give folders, or --runs-dir, and not both")
     folders = tuple(dict.fromkeys(args.folders)) or (args.runs_dir,)
     if len(folders) == 1:
         check_folder(folders[0], "with --runs-dir" if not args.folders else "as `embodied runs FOLDER`")

@@ -27,7 +27,7 @@ OF_A_RESULT = ("seed", "sha256", "hardware", "simulators")
 HASH = 12
 """Digits of a protocol's sha256 that are shown."""
 DATE = "%Y-%m-%d %H:%M"
-HEAD = ("run", "success or return", "episodes", "policy", "folder", "protocol", "date")
+HEAD = ("run", "success or return", "episodes", "policy", "folder", "protocol", "written")
 UNFINISHED = ("run", "folder", "policy and task", "state")
 
 
@@ -56,7 +56,8 @@ class Result:
     def comparable(self) -> str:
         """Equal texts: results that are compared in one table."""
         left_out = (*CONVENTIONS, *OF_A_RESULT)
-        kept = {key: value for key, value in self.evaluation.protocol.items() if key not in left_out}
+        protocol = self.evaluation.protocol or {"task": self.task}  # one that does not say how it was measured
+        kept = {key: value for key, value in protocol.items() if key not in left_out}
         return json.dumps(kept, sort_keys=True, default=str)
 
 
@@ -140,8 +141,11 @@ def write_results_page(
     if broken:
         lines = "".join(f'<p class="notice">{escape(path)}: {escape(why)}</p>' for path, why in broken)
         body.append(report.section("Cannot be read", lines))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    report.write_page(out, "Results", "\n".join(body))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report.write_page(out, "Results", "\n".join(body))
+    except OSError as error:
+        raise UserError(f"the page {out} cannot be written ({error.strerror}); choose another --out") from error
     return {"page": str(out), "results": [_data(one) for one in found], "broken": [path for path, _ in broken]}
 
 
@@ -157,6 +161,8 @@ def _table(group: Sequence[Result]) -> str:
     lead = f"{lead[0].upper()}{lead[1:]}."
     if len({one.protocol for one in group}) > 1:
         lead += " Hashes differ with the seed of the episodes, and with how the policy sees and acts."
+    if len({json.dumps(one.evaluation.protocol.get("simulators"), default=str) for one in group}) > 1:
+        lead += " Versions of the simulator differ."
     return report.section(
         escape(group[0].task), report.table(HEAD, map(_cells, group), "sortable results"), escape(lead)
     )

@@ -19,7 +19,11 @@ SHOWN_FAULTS = 3
 """Faults, and places of others, that a note names."""
 COUNTS = (
     Metric("iteration", "iterations", "Iterations that are done; in `embodied sft`, optimiser steps."),
-    Metric("env_steps", "env steps", "Env steps that were simulated; in `embodied sft`, those learned from."),
+    Metric(
+        "env_steps",
+        "env steps",
+        "Env steps that were simulated; in `embodied sft`, and under `env.delay`, those learned from.",
+    ),
     Metric("wall_s", "s", "Time since the run began, pauses between sessions left out."),
 )
 """Metrics that every row has."""

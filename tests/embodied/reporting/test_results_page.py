@@ -151,3 +151,23 @@ def test_a_click_sorts_and_equal_rows_keep_their_order(tmp_path: Path) -> None:
         ["z", "y", "x", "w"],
         ["w", "z", "y", "x"],  # dates, the latest first
     ]
+
+
+def test_results_that_do_not_say_their_protocol_are_compared_within_a_task(tmp_path: Path) -> None:
+    for name, task in (("one", "tabletop/reach"), ("two", "tabletop/push"), ("three", "tabletop/reach")):
+        path = write_result(tmp_path / "runs" / name, 0.5, "01") / "eval.json"
+        found = {**json.loads(path.read_text()), "task": task}
+        del found["protocol"]
+        path.write_text(json.dumps(found))
+    written(tmp_path, tmp_path / "runs")
+    page = (tmp_path / "page.html").read_text()
+    assert re.findall(r"<h2[^>]*>(tabletop/\w+)", page) == ["tabletop/reach", "tabletop/push"]
+
+
+def test_a_page_that_cannot_be_written_and_folders_named_twice_are_refused(
+    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["runs", *map(str, folders), "--out", str(folders[0])]) == 2
+    assert f"the page {folders[0]} cannot be written" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["runs", str(folders[0]), "--runs-dir", str(folders[1])]) == 2
+    assert "not both" in capsys.readouterr().err
