@@ -8,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich import print as show
+from rich import get_console
+from rich.markup import escape
 
 import policies
 from embodied.commands.arguments import ExportArguments as Arguments
@@ -52,7 +53,8 @@ def export_run(run: str, folder: Path | None, out: Path, runs_dir: Path) -> dict
         shutil.rmtree(aside, ignore_errors=True)
     loaded = policy_kind(policy.kind).format.loaded_by(out)
     by = f"loaded by {loaded.program}" if loaded.program else "loaded by this project alone"
-    show(f"[bold]{out}[/]: {policy.kind} of {found}, {by}; its conventions are in README.md{changed}")
+    said = escape(f"{policy.kind} of {found}, {by}; its conventions are in README.md{changed}")
+    get_console().print(f"[bold]{escape(str(out))}[/]: {said}", highlight=False, soft_wrap=True)
     return {"checkpoint": str(found), "kind": policy.kind, "exported": str(out), "loaded_by": loaded.program or None}
 
 
@@ -95,7 +97,7 @@ def loading(loaded: LoadedBy, beginning: str) -> str:
 
 def _describe(path: Path, policy: Policy, checkpoint: Path, out: Path) -> None:
     """Write what loads the folder, the conventions of the training, and what quantising has changed."""
-    how = loading(policy_kind(policy.kind).format.loaded_by(path.parent), f'folder = "{out}"')
+    how = loading(policy_kind(policy.kind).format.loaded_by(path.parent), f'folder = "{out.name}"')
     with path.open("a") as file:  # behind that of the base
         file.write(f"\n# {policy.kind} of {checkpoint.name}\n\n{how}\n{conventions(checkpoint)}")
         if policy.base is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from embodied.hub import Name, dataset_folder
 from embodied.reporting.tables import table
 from embodied_hub.cards import card_text, licence_text
 from embodied_hub.record import CARD, RECORD, Record, files_of
+from embodied_hub.settings import without_places
 from policies.lerobot.loading import VERSION
 
 OLD_VERSION = "0.3.3"
@@ -43,12 +45,17 @@ def fingerprint(named: str, episodes: int) -> str:
 
 
 def write(source: Path, name: Name, licence: str | None, folder: Path) -> Dataset:
-    """Fill the new folder with links to the dataset's files, a card and a record. Raises `UserError`."""
+    """Fill the new folder with links to the dataset's files, a card and a record; what names this machine's folders is
+    written anew without them. Raises `UserError`."""
     dataset = Dataset(source)
     for file, path in files_of(source).items():
         if file not in (CARD, RECORD):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).symlink_to(path.resolve())
+    for file in (layout.PROVENANCE, layout.IMPORT):
+        if (source / file).is_file() and (said := read_json(source / file)) != (public := without_places(said)):
+            (folder / file).unlink()
+            (folder / file).write_text(json.dumps(public, indent=1) + "\n")
     (folder / CARD).write_text(card(dataset, name, licence))
     Record("dataset", source.resolve().name, identity_of(dataset), version()).written(folder)
     return dataset

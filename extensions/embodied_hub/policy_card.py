@@ -45,7 +45,8 @@ def card(
     }
     text = card_text(_front_matter(pushed, evaluations, licence), title, _about(pushed), sections)
     for place in (pushed.run_dir.resolve().parent, Path.cwd(), Path.home()):  # what notes name, without the way there
-        text = text.replace(f"{place}/", "")
+        if len(place.parts) > 1:  # the root is in every path, and in every address
+            text = text.replace(f"{place}/", "")
     return text
 
 
@@ -161,7 +162,8 @@ def _data(pushed: Pushed) -> str:
         mark = fingerprint(one["folder"], one["episodes"])
         solved = "not recorded" if one["solved"] is None else str(one["solved"])
         counts = (str(one["episodes"]), str(len(one["learned_from"])), solved)
-        rows.append((one["folder"].rstrip("/").rpartition("/")[2], one["version"], *counts, mark))
+        named = one["folder"] if is_repository(one["folder"]) else Path(one["folder"]).name
+        rows.append((named, one["version"], *counts, mark))
     head = ("dataset", "version", "episodes", "learned from", "solved", "sha256 of the episodes")
     return "\n".join(table(head, rows))
 

@@ -15,10 +15,11 @@ from typing import Any
 import policies
 from embodied.commands.export import version, write_policy
 from embodied.config.schema import Config
+from embodied.errors import UserError
 from embodied.files import read_json, yaml_text
 from embodied.hub import Name
 from embodied.run.folder import METRICS, whole_checkpoint
-from embodied.run.saved_settings import CONFIG, recorded_settings
+from embodied.run.saved_settings import CONFIG, recorded_settings, run_of_checkpoint
 from embodied_hub import results
 from embodied_hub.policy_card import card
 from embodied_hub.record import CARD, FOLDER, TRAINING, USE, Record
@@ -73,6 +74,12 @@ def write(run_dir: Path, checkpoint: Path | None, name: Name, licence: str | Non
     community's layout."""
     found = whole_checkpoint(run_dir, checkpoint)
     assert found is not None
+    owner = run_of_checkpoint(found) if checkpoint is not None else None
+    if owner is not None and owner != run_dir.resolve():
+        raise UserError(
+            f"--checkpoint {checkpoint} belongs to the run {owner.name} ({owner}), and not to {run_dir}: push that "
+            "run, or name a checkpoint of this one"
+        )
     config, policy = recorded_settings(run_dir), policies.load(found)
     form = policy_kind(policy.kind).format
     pushed = Pushed(run_dir, found, config, policy, name)

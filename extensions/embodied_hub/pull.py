@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich import print as show
+from rich import get_console
+from rich.markup import escape
 
 from embodied.errors import UserError
 from embodied.files import read_json
 from embodied_hub import repository
-from embodied_hub.record import CARD, RECORD, USE, Record, digest
+from embodied_hub.record import CARD, RECORD, USE, Record, digest, files_of
 from embodied_hub.repository import Repository
 
 EXAMPLES = (
@@ -51,19 +52,20 @@ def run(args: Arguments) -> dict[str, Any]:
     folder = found.download()
     record = _verified(found, folder)
     if args.out is not None:
-        _copy(folder, args.out)
+        _copy(found, folder, args.out)
         folder = args.out
     listed = sorted(found.files.keys() - {repository.ATTRIBUTES})
-    absent = [file for file in listed if not (folder / file).is_file()]
+    absent = [file for file in listed if not (found.takes(file) and (folder / file).is_file())]
     count = len(listed) - len(absent)
     place = str(folder) if args.out is not None else str(found.pinned)
     command = _command(found, record, folder, place)
-    show(f"[bold]{folder}[/]: {_what(found, record)}; {count} files as the hub lists them")
+    lines = [f"[bold]{escape(str(folder))}[/]: {escape(_what(found, record))}; {count} files as the hub lists them"]
     if absent:
-        show(f"not fetched, as nothing here reads them: {', '.join(absent[:8])}{' ...' if len(absent) > 8 else ''}")
+        named = escape(", ".join(absent[:8]))
+        lines.append(f"not fetched, as nothing here reads them: {named}{' ...' if len(absent) > 8 else ''}")
     if (folder / CARD).is_file():
-        show(f"its card: {folder / CARD}")
-    show(command)
+        lines.append(f"its card: {escape(str(folder / CARD))}")
+    get_console().print("\n".join([*lines, escape(command)]), highlight=False, soft_wrap=True)
     return {
         "repository": str(found.pinned), "kind": found.kind, "folder": str(folder), "command": command,
         "record": None if record is None else {"name": record.name, "identity": record.identity}, "not_fetched": absent,
@@ -73,6 +75,15 @@ def run(args: Arguments) -> dict[str, Any]:
 def _verified(found: Repository, folder: Path) -> Record | None:
     """The record of the push, if there is one, with which the files agree. Raises `UserError`."""
     record = found.record()
+    named = set[str]() if record is None else {*record.files}
+    missing = sorted(
+        file for file in named if file not in found.files or (found.takes(file) and not (folder / file).is_file())
+    )
+    if missing:
+        raise UserError(
+            f"{found.name} lacks {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}, which {RECORD} "
+            "names: somebody has deleted that since. Pull an earlier commit (org/name@commit), or push it again"
+        )
     for file, expected in ({} if record is None else record.files).items():
         path = folder / file
         if path.is_file() and digest(path) != expected:
@@ -83,12 +94,16 @@ def _verified(found: Repository, folder: Path) -> Record | None:
     return record
 
 
-def _copy(source: Path, out: Path) -> None:
-    """Copy a folder of the cache, which is made of links."""
+def _copy(found: Repository, source: Path, out: Path) -> None:
+    """Copy what is fetched of a repository from its folder in the cache, which is made of links and may hold more."""
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        shutil.copytree(source, aside)
+        aside.mkdir(parents=True)
+        for file, path in files_of(source).items():
+            if found.takes(file):
+                (aside / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, aside / file)
         aside.rename(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): name another folder with --out") from error

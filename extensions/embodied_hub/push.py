@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
-from rich import print as show
+from rich import get_console
+from rich.markup import escape
+from safetensors import SafetensorError
 
 from embodied.errors import UserError
 from embodied.hub import Kind, Name
@@ -84,16 +86,22 @@ def run(args: Arguments) -> dict[str, Any]:
         return _dry_run(source, name, args.out or Path(f"{name.repository.partition('/')[2]}-dry-run"))
     if not args.replace:
         _refuse_another(source, name)
-    with tempfile.TemporaryDirectory(prefix="embodied-push-") as folder_name:
+    if args.private:
+        _refuse_public(source, name)
+    with (
+        _writing("a temporary folder", "set TMPDIR to a folder with room for what goes up"),
+        tempfile.TemporaryDirectory(prefix="embodied-push-") as folder_name,
+    ):
         folder = Path(folder_name)
         said = source.write(folder)
         commit = repository.upload(
             folder, name, source.kind, private=args.private, message=f"embodied push: {source.called}", tag=source.tag
         )
         files = _sizes(folder)
-    typed = repository.typed(name, source.kind)
-    show(f"[bold]{repository.address(name, source.kind)}[/]: {said}; commit {commit[:12]}, {_total(files)}")
-    show(f"embodied pull {typed}")
+    _show(
+        f"[bold]{repository.address(name, source.kind)}[/]: {escape(said)}; commit {commit[:12]}, {_total(files)}",
+        f"embodied pull {repository.typed(name, source.kind)}",
+    )
     return _result(source, name, files) | {"commit": commit, "url": repository.address(name, source.kind)}
 
 
@@ -143,6 +151,16 @@ def _refuse_another(source: Source, name: Name) -> None:
     )
 
 
+def _refuse_public(source: Source, name: Name) -> None:
+    """Raise `UserError` where the repository exists and everybody reads it."""
+    found = repository.find(Name(name.repository, None), source.kind)
+    if found is not None and not found.private:
+        raise UserError(
+            f"{repository.address(name, source.kind)} is public, and --private makes new repositories private alone: "
+            "make it private in its settings on the hub, or choose another name"
+        )
+
+
 def _called(record: Record) -> str:
     what = "the dataset" if record.kind == "dataset" else "the run"
     return f"{what} {record.name} ({record.identity[:12]})"
@@ -151,22 +169,28 @@ def _called(record: Record) -> str:
 def _dry_run(source: Source, name: Name, out: Path) -> dict[str, Any]:
     if out.exists():
         raise UserError(f"{out} exists: name another folder with --out")
-    try:
-        with _new_folder(out.with_name(f".{out.name}.partial")) as folder:
-            said = source.write(folder)
-            for path in folder.rglob("*"):
-                if path.is_symlink():  # of a dataset: what a reader of the folder wants is the file
-                    target = path.resolve()
-                    path.unlink()
-                    shutil.copyfile(target, path)
-            folder.rename(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}): name another folder with --out") from error
+    with (
+        _writing(str(out), "name another folder with --out"),
+        _new_folder(out.with_name(f".{out.name}.partial")) as folder,
+    ):
+        said = source.write(folder)
+        for path in folder.rglob("*"):
+            if path.is_symlink():  # of a dataset: what a reader of the folder wants is the file
+                target = path.resolve()
+                path.unlink()
+                shutil.copyfile(target, path)
+        folder.rename(out)
     files = _sizes(out)
-    for file, size in files.items():
-        show(f"{size:>12,}  {file}", flush=True)
-    show(f"[bold]{out}[/]: {said}; {_total(files)} would go to {repository.address(name, source.kind)}")
+    _show(
+        *(f"{size:>12,}  {escape(file)}" for file, size in files.items()),
+        f"[bold]{escape(str(out))}[/]: {escape(said)}; {_total(files)} would go to "
+        f"{repository.address(name, source.kind)}",
+    )
     return _result(source, name, files) | {"folder": str(out)}
+
+
+def _show(*lines: str) -> None:
+    get_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def _result(source: Source, name: Name, files: dict[str, int]) -> dict[str, Any]:
@@ -181,6 +205,16 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _total(files: dict[str, int]) -> str:
     return f"{len(files)} files, {sum(files.values()) / 1e6:,.1f} MB"
+
+
+@contextmanager
+def _writing(place: str, advice: str) -> Iterator[None]:
+    """Raise as `UserError` that a place takes no files; safetensors has an error of its own for a full disc."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{place} cannot be written ({reason}): {advice}") from error
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,9 +67,18 @@ def read_record(path: Path) -> Record:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The folder's files by their paths in it, but for hidden ones."""
-    found = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name.as_posix(): path for name, path in found.items() if not any(p.startswith(".") for p in name.parts)}
+    """The folder's files by their paths in it, but for hidden ones. Links to folders are followed."""
+    found = list[Path]()
+    for name, below, files in os.walk(folder, followlinks=True):
+        here = Path(name)
+        below[:] = [each for each in below if not each.startswith(".") and not _leads_back(here / each)]
+        found += [here / each for each in files if not each.startswith(".") and (here / each).is_file()]
+    return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
+
+
+def _leads_back(folder: Path) -> bool:
+    """True for a link to a folder that the link itself lies in."""
+    return folder.parent.resolve().is_relative_to(folder.resolve())
 
 
 def digest(path: Path) -> str:

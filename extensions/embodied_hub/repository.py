@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ EMPTY = frozenset({ATTRIBUTES, CARD})
 """Files that the hub itself makes in a new repository."""
 TAKEN = (CARD, RECORD, USE, TRAINING)
 """Files of a push that are fetched beside those that are read as data (`embodied.hub.PATTERNS`)."""
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""Reasons for which a disc takes no file."""
 
 
 def parsed(text: str) -> tuple[Name, Kind | None]:
@@ -27,7 +31,7 @@ def parsed(text: str) -> tuple[Name, Kind | None]:
     Raises `UserError`."""
     prefix, _, rest = text.partition("/")
     kinds: Mapping[str, Kind] = {"datasets": "dataset", "models": "model"}
-    kind = kinds.get(prefix) if rest.count("/") == 1 else None
+    kind = kinds.get(prefix) if rest.partition("@")[0].count("/") == 1 else None
     name = Name.parse(rest if kind else text)
     if name is None:
         raise UserError(
@@ -96,6 +100,14 @@ class Repository:
     def is_empty(self) -> bool:
         return not self.files.keys() - EMPTY
 
+    def takes(self, file: str) -> bool:
+        """True for a file that is fetched."""
+        return any(fnmatchcase(file, pattern) for pattern in self._patterns)
+
+    @property
+    def _patterns(self) -> tuple[str, ...]:
+        return (*PATTERNS[self.kind], *TAKEN)
+
     def record(self) -> Record | None:
         """The record that a push has left; None without one. Raises `UserError`."""
         from huggingface_hub import hf_hub_download
@@ -111,7 +123,7 @@ class Repository:
         where a file is not what the hub lists."""
         from huggingface_hub import snapshot_download
 
-        patterns = [*PATTERNS[self.kind], *TAKEN]
+        patterns = list(self._patterns)
         with _in_words(self.name, self.kind):
             folder = Path(
                 snapshot_download(
@@ -207,7 +219,7 @@ def _tag(api: Any, name: Name, kind: Kind, tag: str, commit: str) -> None:
 def _in_words(name: Name, kind: Kind) -> Iterator[None]:
     """Raise what the hub refuses, and a network that is none, as `UserError`."""
     import httpx2
-    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     where = address(name, kind)
@@ -228,6 +240,11 @@ def _in_words(name: Name, kind: Kind) -> Iterator[None]:
             ) from error
         raise UserError(f"{ENDPOINT} answers {status}: {_first(error)}; try again later") from error
     except (httpx2.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and (error.filename is not None or error.errno in NOT_WRITTEN):
+            raise UserError(
+                f"{error.filename or HF_HUB_CACHE}: {error.strerror}: free it, or set HF_HOME to a folder that can be "
+                "written"
+            ) from error
         raise UserError(
             f"{ENDPOINT} cannot be reached ({_first(error)}): look at the network, or at HF_ENDPOINT"
         ) from error

@@ -17,9 +17,13 @@ import policies
 from embodied.config.files import load_config, saved_config
 from embodied.demonstrations import Dataset
 from embodied.errors import UserError
+from embodied.hub import Name
 from embodied.run import checkpoint
+from embodied.training.sft import DATA
 from embodied_hub import pull, push
 from embodied_hub.record import files_of
+from embodied_hub.repository import parsed
+from embodied_hub.settings import training_of, without_places
 from policies import Policy
 from tests.embodied.commands.test_cli import here, refusal_here
 from tests.embodied.support.hub_server import LARGE, Hub
@@ -291,3 +295,112 @@ def test_a_strangers_checkpoint_is_pulled_without_its_code(server: Hub, trained:
     wanted = f"embodied eval CONFIG --policy.kind openvla --policy.options.checkpoint org/theirs@{commit}"
     assert result["command"] == wanted
     assert load_file(Path(result["folder"]) / "model-00001-of-00002.safetensors")
+
+
+def test_a_linked_folder_of_a_dataset_goes_up_and_paths_of_this_machine_do_not(
+    trained: Trained, server: Hub, tmp_path: Path
+) -> None:
+    shutil.copytree(trained.demos.folder, tmp_path / "linked")
+    (tmp_path / "linked/data").rename(tmp_path / "elsewhere")
+    (tmp_path / "linked/data").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "linked/meta/here").symlink_to(tmp_path / "linked")  # it leads back
+    path = tmp_path / "linked/meta/embodied.json"
+    said = json.loads(path.read_text())
+    said["policy"]["checkpoint"] = "/home/someone/runs/reach-1/checkpoints/000060"
+    path.write_text(json.dumps(said))
+    (tmp_path / "linked/meta/import.json").write_text('{"source": "~/recordings/bridge"}')
+    pushed(trained, "me/linked", tmp_path / "linked")
+    there = server.contents("datasets/me/linked")
+    assert there.keys() >= files_of(trained.demos.folder).keys() and not any("here" in name for name in there)
+    assert json.loads(there["meta/embodied.json"])["policy"]["checkpoint"] == "reach-1"
+    assert json.loads(there["meta/import.json"]) == {"source": "bridge"}
+    assert json.loads(path.read_text()) == said
+    pull.run(pull.Arguments("me/linked"))  # the record has the digests of what went up
+
+
+def test_a_checkpoint_of_another_run_is_refused(trained: Trained, nowhere: None, tmp_path: Path) -> None:
+    shutil.copytree(trained.run, tmp_path / "other")
+    with pytest.raises(UserError, match="belongs to the run other .*and not to .*warm: push that run"):
+        pushed(trained, checkpoint=newest(tmp_path / "other"), dry_run=True, out=tmp_path / "out")
+    pushed(trained, checkpoint=newest(trained.run), dry_run=True, out=tmp_path / "out")
+
+
+def test_a_public_repository_takes_nothing_private(trained: Trained, server: Hub) -> None:
+    first = pushed(trained, "me/demos", trained.demos.folder)
+    for options in ({}, {"replace": True}, {"revision": "second"}):
+        with pytest.raises(UserError, match="datasets/me/demos is public, and --private makes new"):
+            pushed(trained, "me/demos", trained.demos.folder, private=True, **options)
+    assert server.revisions["datasets/me/demos", "main"] == first["commit"]
+
+
+def test_settings_go_up_without_hosts_and_folders(trained: Trained) -> None:
+    assert trained.config.runtime.mode == "inline" and "runtime" not in training_of(trained.config)
+    farm = trained.config.farm.model_copy(update={"nodes": ("node-7",)})
+    assert "node-7" not in str(training_of(trained.config.model_copy(update={"farm": farm})))
+    given = ["/a/b", "~/b", "~me/b", "../../b", "file:///a/b", "/a/b/checkpoints/000060", "org/b", "~5", "..."]
+    assert without_places(given) == ["b", "b", "b", "b", "b", "b", "org/b", "~5", "..."]
+
+
+def test_a_home_that_is_the_root_takes_nothing_from_the_card(
+    trained: Trained, nowhere: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/")
+    pushed(trained, licence="https://example.org/licence", dry_run=True, out=tmp_path / "out")
+    assert "`https://example.org/licence`" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_file_that_the_record_names_and_the_hub_lacks_is_refused(trained: Trained, server: Hub) -> None:
+    done = pushed(trained, "me/demos", trained.demos.folder)
+    files = dict(server.commits["datasets/me/demos", done["commit"]])
+    del files["meta/stats.json"]
+    server.commit("datasets/me/demos", "main", files)
+    with pytest.raises(UserError, match="me/demos lacks meta/stats.json, which embodied/record.json names: somebody"):
+        pull.run(pull.Arguments("me/demos"))
+
+
+def test_a_pulled_folder_has_no_more_than_is_fetched(trained: Trained, server: Hub, tmp_path: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    shutil.copytree(trained.demos.folder, tmp_path / "theirs")
+    (tmp_path / "theirs/run.py").write_text("raise SystemExit")
+    server.add("datasets/org/x", tmp_path / "theirs")
+    snapshot_download("org/x", repo_type="dataset")
+    found = pull.run(pull.Arguments("org/x", out=tmp_path / "got"))
+    assert files_of(tmp_path / "got").keys() == files_of(trained.demos.folder).keys()
+    assert found["not_fetched"] == ["run.py"]
+
+
+def test_names_in_square_brackets_are_printed_as_they_are(trained: Trained, server: Hub, tmp_path: Path) -> None:
+    source = tmp_path / "[bold]demos"
+    shutil.copytree(trained.demos.folder, source)
+    pushed(trained, "me/demos", source)
+    status, said = here("pull", "me/demos", "--out", str(tmp_path / "[red]"))
+    assert status == 0 and "the dataset [bold]demos, pushed" in said and f"{tmp_path}/[red]/README.md" in said
+
+
+def test_a_disc_that_takes_no_files_is_not_called_a_network(
+    trained: Trained, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed(trained, "me/demos", trained.demos.folder)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "file/hub"))
+    with pytest.raises(UserError, match="file/.*: Not a directory: free it, or set HF_HOME"):
+        pull.run(pull.Arguments("me/demos"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="temporary folder cannot be written .Not a directory.: set TMPDIR"):
+        pushed(trained, "me/new", trained.demos.folder)
+
+
+def test_slashes_of_a_revision_are_no_part_of_the_name() -> None:
+    assert parsed("datasets/org/name@refs/pr/1") == (Name("org/name", "refs/pr/1"), "dataset")
+    assert parsed("org/name@refs/pr/1") == (Name("org/name", "refs/pr/1"), None)
+
+
+def test_the_card_names_the_organisation_of_a_dataset(trained: Trained, nowhere: None, tmp_path: Path) -> None:
+    shutil.copytree(trained.run, tmp_path / "warm")
+    path = tmp_path / "warm" / DATA
+    text = path.read_text()
+    assert str(trained.demos.folder) in text
+    path.write_text(text.replace(str(trained.demos.folder), f"org/reach@{'0' * 40}"))
+    pushed(trained, what=tmp_path / "warm", dry_run=True, out=tmp_path / "out")
+    assert f"org/reach@{'0' * 40}" in (tmp_path / "out/README.md").read_text()
