@@ -810,7 +810,8 @@ class RuntimeConfig(Section):
     mode: Literal["ray", "inline"] = "ray"
     """`ray`: workers are processes. `inline`: everything runs in this process, in order; for debugging."""
     address: str = "local"
-    """Address of a running Ray cluster that has this machine as a node. `local`: Ray is started on this machine."""
+    """Address of a running Ray cluster that has this machine as a node. `auto`: the cluster of the Ray job that runs
+    the command, or of this machine's `ray start`. `local`: Ray is started on this machine."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time in seconds that a worker may make no progress while others wait for it. Half of it is the limit for
     a worker's simulators, a quarter the time before a simulator is replaced. Raise it for slow resets."""

@@ -232,15 +232,17 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
     """Fill the run's folder and save the configuration. With `resume`, returns the checkpoint to continue from, if any.
 
     This is the newest whole checkpoint; damaged newer ones are set aside. Without a checkpoint, the run begins anew,
-    and its earlier records are kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Both cases are reported. The caller
-    owns the folder.
+    and its earlier records are kept as metrics.jsonl.1 (.2, ...) and tensorboard.1. Without a run, it begins. All three
+    cases are reported. The caller owns the folder.
 
     Changed settings are printed and recorded (`continued.note_changes`). Raises `UserError` if there is a run and it is
     not to be resumed, if it is of another stage, if a setting changes that is fixed for a run, if it has checkpoints
     and none is whole, or if the folder cannot be written.
     """
-    if not resume and run_dir.exists() and (not run_dir.is_dir() or any(p.name != OWNER for p in run_dir.iterdir())):
+    if not resume and run_dir.exists() and (not run_dir.is_dir() or _has_files(run_dir)):
         raise UserError(f"the run folder {run_dir} exists: go on with it by --resume auto, or choose another --name")
+    if resume and not _has_files(run_dir):
+        say(f"[yellow]there is no run {escape(str(run_dir))} on {socket.gethostname()}: it begins[/]")
     try:
         (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         if not (run_dir / CONFIG).exists():
@@ -259,6 +261,11 @@ def prepare_run(config: Config, run_dir: Path, resume: bool, stage: str = "rl") 
         )
     continued.note_changes(config, run_dir, state.iteration, stage)
     return found
+
+
+def _has_files(run_dir: Path) -> bool:
+    """True if there is a folder with a file besides its owner's name."""
+    return run_dir.is_dir() and any(path.name != OWNER for path in run_dir.iterdir())
 
 
 def _checkpoint_to_go_on_from(run_dir: Path) -> Path | None:

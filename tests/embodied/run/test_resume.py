@@ -170,6 +170,18 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     assert_same_run(tmp_path / "damaged", tmp_path / "whole")
 
 
+def test_a_run_that_is_absent_on_this_machine_is_named_where_it_was_to_continue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a preemption, where the new machine does not share the folder."""
+    config, absent = config_of(STATES, 2), f"there is no run {tmp_path}/parts on {socket.gethostname()}: it begins"
+    for shown in (True, False):  # then its folder is there
+        assert prepare_run(config, tmp_path / "parts", resume=True) is None
+        assert (absent.replace(" ", "") in "".join(capsys.readouterr().out.split())) is shown
+    assert prepare_run(config, tmp_path / "new", resume=False) is None
+    assert not capsys.readouterr().out
+
+
 def test_a_run_that_crashed_before_its_first_checkpoint_starts_over_and_keeps_its_record(tmp_path: Path) -> None:
     config = config_of(STATES, 2)
     run(config, tmp_path / "whole")
