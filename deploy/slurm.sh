@@ -46,7 +46,8 @@ RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
 here=$(python -c 'import ray; print(ray.util.get_node_ip_address())')
 address=$here:6379
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${machines[0]} # where Slurm runs this script
 start_head() {
     ray start --head --node-ip-address "$here" --port 6379 --node-name "$head" \
         --include-dashboard false --include-log-monitor false --block &
