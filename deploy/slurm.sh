@@ -12,8 +12,8 @@
 # gives all of it. Ports: 6379, and free ones between the machines; --exclusive, since two jobs cannot share 6379.
 #SBATCH --job-name=embodied --nodes=1 --ntasks-per-node=1
 #SBATCH --gpus-per-node=8 --cpus-per-task=96 --exclusive --mem=0 --time=24:00:00
-# Requeued after a preemption or a lost machine by Slurm, after the time limit by this script, which is told 300 s before:
-# time for the update in progress and its checkpoint. Without that time the run continues from an earlier checkpoint.
+# Slurm requeues the job after a preemption or a lost machine, and this script after the time limit. It is warned 300 s
+# before, which is for the update in progress and its checkpoint; without them the run continues from an earlier one.
 #SBATCH --requeue --open-mode=append --signal=B:USR1@300
 set -euo pipefail
 
@@ -32,7 +32,7 @@ command -v embodied >/dev/null || fail "there is no embodied on the PATH of $(ho
 # The first start of a job leaves a mark beside the run, and every machine must see it, now and after a restart.
 mark=$runs/.slurm-$SLURM_JOB_ID
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ ! -e "$mark" ]; then
-    fail "job $SLURM_JOB_ID began the run $name in another $runs than that of $(hostname), so the run cannot continue:" \
+    fail "job $SLURM_JOB_ID began the run $name in another $runs than that of $(hostname), so it cannot continue:" \
         "submit the job in a folder that all machines share, or set RUNS to one"
 fi
 mkdir -p "$runs"
@@ -57,17 +57,19 @@ start_head
 others=
 trap 'kill "$ray" $others 2>/dev/null || true' EXIT
 if [ "$SLURM_NNODES" -gt 1 ]; then
-    # Again where the head is not yet there, and after the 30 s that Ray gives itself, which a busy machine exceeds.
+    # Again where the 30 s that Ray gives itself to start are too short, as on a busy machine.
     # shellcheck disable=SC2016 # the other machines' own names
     srun --nodes=$((SLURM_NNODES - 1)) --ntasks-per-node=1 --exclude="$head" --overlap bash -c \
-        'until ray start --address "$0" --node-name "$SLURMD_NODENAME" --include-log-monitor false --block; do sleep 5; done' \
+        'until (: < "/dev/tcp/${0/:/\/}") 2>/dev/null && \
+            ray start --address "$0" --node-name "$SLURMD_NODENAME" --include-log-monitor false --block; do sleep 5; done' \
         "$address" &
     others=$!
 fi
 joined="import ray, sys; ray.init('$address', logging_level='ERROR', log_to_driver=False)
 sys.exit(sum(node['Alive'] for node in ray.nodes()) < $SLURM_NNODES)"
 starts=1
-until python -c "$joined" 2>/dev/null; do
+# Where nothing listens, Ray would try for minutes.
+until (: < "/dev/tcp/$here/6379") 2>/dev/null && timeout 120 python -c "$joined" 2>/dev/null; do
     [ "$SECONDS" -lt 900 ] || fail "Ray did not start on every machine of $SLURM_JOB_NODELIST within 900 s"
     if ! kill -0 "$ray" 2>/dev/null; then
         [ "$starts" -lt 4 ] || fail "Ray did not start on $head, $starts times; its messages are above"

@@ -10,6 +10,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -240,24 +241,23 @@ def test_a_job_that_is_warned_and_then_killed_ends_as_an_undisturbed_run(
 
 # --- in a Ray job
 
-HEAD = """
-import sys
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-small = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_log_monitor": False}
-for _ in range(4):  # Ray gives itself 30 s, which a busy machine exceeds
-    parameters = RayParams(include_dashboard=False, dashboard_host="127.0.0.1", dashboard_port=0, **small)
-    try:
-        node = Node(parameters, head=True, shutdown_at_exit=True, spawn_reaper=False)
-        break
-    except Exception as error:
-        print(error, file=sys.stderr)
-node.start_api_server(include_dashboard=True, raise_on_failure=True)
-print(node.webui_url, flush=True)
-sys.stdin.read()
-node.kill_all_processes(check_alive=False, allow_graceful=False)
-"""
-"""A Ray whose dashboard, to which jobs are submitted, starts after the rest."""
+
+def start_head(variables: dict[str, str], folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A head node with its dashboard, to which jobs are submitted; its process, and the dashboard's address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    small = ["--num-cpus", "2", "--object-store-memory", str(80 * 2**20), "--port", "0", "--dashboard-port", port]
+    for _ in range(4):  # Ray gives itself 30 s to start, which a busy machine exceeds
+        with (folder / "head").open("wb") as output:
+            head = subprocess.Popen(
+                ["ray", "start", "--head", "--block", *small], env=variables, stdout=output, stderr=output
+            )
+        while head.poll() is None:
+            if b"Ray runtime started" in (folder / "head").read_bytes():
+                return head, f"http://127.0.0.1:{port}"
+            time.sleep(0.2)
+    pytest.fail((folder / "head").read_text())
 
 
 @pytest.mark.slow
@@ -265,38 +265,30 @@ node.kill_all_processes(check_alive=False, allow_graceful=False)
 def test_in_a_ray_job_the_address_auto_is_the_job_s_cluster(tmp_path: Path, scratch: Path, undisturbed: Path) -> None:
     """As in a RayJob: begun and continued by one command, whose driver runs on the head."""
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    variables = environment(RAY_TMPDIR=str(scratch), RAY_USAGE_STATS_ENABLED="0", **token)
-    head = subprocess.Popen(
-        [sys.executable, "-c", HEAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+    variables = environment(
+        RAY_TMPDIR=str(scratch), RAY_USAGE_STATS_ENABLED="0", RAY_DASHBOARD_STARTUP_TIMEOUT_S="600", **token
     )
-    members: list[psutil.Process] = []
+    head, address = start_head(variables, tmp_path)
+    members = family(head.pid)
     try:
-        assert head.stdout is not None
-        address = head.stdout.readline().strip()
-        assert address, "Ray did not start"
-        members = family(head.pid)
         train = ["embodied", "train", *SMALL, "--name", "job", "--runs-dir", str(tmp_path), "--runtime.address", "auto"]
-        for iterations in ("3", "6"):
-            command = [*train, "--iterations", iterations, "--resume", "auto"]
-            submit = ["ray", "job", "submit", "--address", f"http://{address}", "--", shlex.join(command)]
+        begins = f"there is no run {tmp_path}/job on {socket.gethostname()}: it begins"
+        for iterations in (3, 6):
+            command = shlex.split(shlex.join(train).replace("--iterations 6", f"--iterations {iterations}"))
+            submit = ["ray", "job", "submit", "--address", address, "--", *command, "--resume", "auto"]
             while True:
                 ended = subprocess.run(submit, env=variables, cwd=tmp_path, capture_output=True, text=True)
                 if "No available agent" not in ended.stdout + ended.stderr:  # yet
                     break
                 time.sleep(2)
             assert ended.returncode == 0, ended.stdout + ended.stderr
-            assert f"there is no run {tmp_path}/job on".replace(" ", "") in "".join(ended.stdout.split()) or (
-                iterations == "6"
-            )
+            assert ("".join(begins.split()) in "".join(ended.stdout.split())) is (iterations == 3)
         assert yaml.safe_load((tmp_path / "job" / "config.yaml").read_text())["runtime"]["address"] == "auto"
         assert_same_run(tmp_path / "job", undisturbed)
         members = [*members, *family(head.pid)]
     finally:
-        try:
-            head.communicate("", timeout=60)
-        except subprocess.TimeoutExpired:
-            head.kill()
         end(list(dict.fromkeys(members)))
+        head.wait()
 
 
 # --- KubeRay and SkyPilot

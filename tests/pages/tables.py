@@ -136,7 +136,6 @@ NOT_RUN = {
     ): "needs two machines; runtime/test_cluster.py",
     ("docs/cluster.md", "export"): "of a cluster; support/ray_nodes.py",
     ("docs/cluster.md", "ray"): "of a cluster; support/ray_nodes.py",
-    ("docs/cluster.md", "#!/bin/bash"): "needs Slurm; its syntax is checked",
     ("docs/demonstrations.md", "embodied import"): f"{OTHERS}; tests/extensions/importers",
     ("docs/demonstrations.md", "embodied inspect libero"): f"{OTHERS}; tests/embodied/demonstrations",
     ("docs/demonstrations.md", "embodied inspect checkpoints"): LARGE,
@@ -163,6 +162,9 @@ NOT_RUN = {
     ("docs/reasoning.md", "embodied train CONFIG"): "needs that server",
     ("docs/serving.md", "embodied serve"): f"{SERVES}; rollout/test_policy_server.py",
     ("docs/serving.md", "embodied eval"): "needs a server; evaluation/test_remote_evaluation.py",
+    ("docs/looking.md", "pip install"): NETWORK,
+    ("docs/looking.md", "embodied rerun"): "of the reader's runs and data; tests/extensions/rerun",
+    ("docs/looking.md", "embodied runs"): "of several people's runs; tests/embodied/reporting/test_results_page.py",
     ("docs/handing-over.md", "hf auth"): HUB,
     ("docs/handing-over.md", "embodied push RUN"): HUB,
     ("docs/handing-over.md", "embodied push warm me/red-reacher --licence"): HUB,
@@ -185,6 +187,7 @@ NOT_RUN = {
 }
 """Commands that are not run, and why. Those of `embodied` are parsed, so that a wrong option fails."""
 SKETCHES = {
+    ("docs/looking.md", "import rerun"): "of a recording; tests/extensions/rerun",
     ("docs/adding-a-policy.md", "class MyPolicy"): "signatures alone",
     ("docs/adding-a-simulator.md", "class MyPhysics"): "signatures alone",
     ("docs/adding-a-simulator.md", '@pytest.mark.parametrize("law"'): "tests/sim_farm/test_conformance.py is the whole",
@@ -218,6 +221,8 @@ NOT_COMPARED = {
     ("docs/handing-over.md", "       4,279"): "of one policy's sizes; its command is run",
     ("docs/handing-over.md", "https:"): "of a server; tests/extensions/hub",
     ("docs/handing-over.md", "red-reacher: the policy"): "of a server; tests/extensions/hub",
+    ("docs/looking.md", "| folder"): "of runs of several people; tests/embodied/reporting/test_results_page.py",
+    ("docs/looking.md", "ev: "): "of an evaluation and a dataset; tests/extensions/rerun",
     ("docs/latency.md", "chunk 4, delay 2"): "a diagram",
     ("docs/lerobot.md", "demos/red:"): "of a policy with random weights; its commands are run",
     ("docs/reasoning.md", "Make 29"): "one answer of a policy",
