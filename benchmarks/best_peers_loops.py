@@ -42,8 +42,8 @@ class Comparison:
     """EnvPool's."""
     peer_options: tuple[tuple[str, Any], ...] = ()
     same: tuple[int, int] = (0, 0)
-    """First and last + 1 of the state's numbers that do not depend on the random stream, so that both must agree: those
-    of the robot, as long as it touches nothing."""
+    """First and last + 1 of the state's numbers that do not depend on the random stream, so that both must agree: the
+    robot's numbers, until it touches something."""
     reward_scale: float = 1.0
     """The peer's reward by the farm's."""
     stock: str = ""

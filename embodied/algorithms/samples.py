@@ -86,7 +86,7 @@ class Samples:
 PER_SAMPLE = (
     "log_prob", "value", "advantage", "returns", "executed", "weight", "importance", "reference_log_prob", "first",
 )  # fmt: skip
-"""Tensors of `Samples`, of which the last two may be absent."""
+"""Names of the tensors of `Samples`; the last two may be absent."""
 
 
 def samples_of(batch: Trajectories, estimate: Estimate) -> Samples:

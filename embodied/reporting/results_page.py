@@ -76,7 +76,7 @@ def results_below(folder: Path, levels: int) -> Iterator[Path]:
 
 
 def labels(folders: Sequence[Path]) -> dict[Path, str]:
-    """What the folders are called: their own names, or where two have the same, their paths."""
+    """The name of each folder on the page: its own name, or its path if two folders have the same name."""
     names = [folder.resolve().name for folder in folders]
     unique = len({*names}) == len(names)
     return {folder: name if unique else str(folder) for folder, name in zip(folders, names, strict=True)}

@@ -30,7 +30,7 @@ def own_outcome(seen: Observations, late: np.ndarray, chunk: int) -> dict[str, n
 
 
 def outcome_before(seen: Observations, late: np.ndarray, chunk: int) -> dict[str, np.ndarray]:
-    """What the interval adds to the outcome of the decision before."""
+    """Outcome of the decision before, as far as the interval adds to it; names and arguments as in `own_outcome`."""
     interval = seen.reward.shape[1]
     theirs, places = np.arange(interval) < late[:, None], np.arange(interval, chunk)
     return _share(seen, theirs, ended_before(seen, late), np.minimum(late, seen.steps), places, chunk)

@@ -82,7 +82,7 @@ class ExecutedChunks:
 
     An env step's action is that of the newest decision which has arrived; with a coefficient it is the mean of all that
     have, by temporal ensembling: a_t = sum_i w_i a_t^(i) / sum_i w_i with w_i = exp(-m i), where a_t^(0) is the oldest
-    of the predictions for env step t (arXiv 2304.13705, algorithm 2). P actions of A numbers are predicted.
+    of the predictions for env step t (arXiv 2304.13705, algorithm 2). A decision predicts P actions of A numbers.
     """
 
     def __init__(self, interval: int, coefficient: float | None = None, left_over: Float32 | None = None) -> None:

@@ -32,7 +32,7 @@ from policies.registry import policy_kind
 BASE_NAME = "base_model_name_or_path"
 """PEFT's entry for the base of an adapter."""
 NEW_ADAPTER = "lora_"
-"""How options of a new adapter begin."""
+"""Beginning of the names of the options that make a new adapter."""
 OF_THE_FOLDER = ("adapter", "any_base", "backbone")
 """Options whose place an exported folder takes."""
 LEARNED_UNITS = ("asset", "demonstrations")

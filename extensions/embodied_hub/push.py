@@ -62,7 +62,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Source:
-    """What is pushed."""
+    """The run or dataset that is pushed."""
 
     kind: Kind
     called: str

@@ -34,7 +34,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True)
 class Record:
-    """What a repository holds."""
+    """The record of a pushed repository: its files and what they were made from."""
 
     kind: Literal["policy", "adapter", "dataset"]
     name: str

@@ -77,7 +77,7 @@ class Listed:
 
     size: int
     sha256: str | None
-    """Of a large file; None where git keeps the file."""
+    """Hash of a large file's contents; None where git keeps the file."""
     blob: str
     """Git's name of the content, of a file that git keeps."""
 

@@ -36,7 +36,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a run began from, evaluated on the same episodes as its checkpoint."""
+    """The evaluation of the policy that a run began from, on the same episodes as its checkpoint's."""
 
     name: str
     evaluation: Evaluation

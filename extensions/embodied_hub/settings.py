@@ -10,7 +10,7 @@ from typing import Any
 from embodied.config.schema import Config
 
 PLACE = re.compile(r"/|~[\w.-]*(/|$)|\.\.(/|$)|file:")
-"""How the path of a folder of this machine begins: `/`, `~`, `~user`, `..`, `file:`."""
+"""Beginnings of the path of a folder of this machine: `/`, `~`, `~user`, `..`, `file:`."""
 
 
 def training_of(config: Config) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Episode:
     instructions: Sequence[str]
     """[n]"""
     facts: Mapping[str, str | int | float | bool]
-    """What holds of the whole episode: task, success, seed, ..."""
+    """Properties of the whole episode: task, success, seed, ..."""
 
     @property
     def steps(self) -> int:
@@ -117,8 +117,8 @@ def _as_ranges(numbers: Sequence[int]) -> str:
 
 
 class Evaluation:
-    """An evaluation's episodes. They are replayed in this process, with the frames that the policy saw, or with those
-    of the first camera where it saw none and there is one."""
+    """An evaluation's episodes. They are replayed in this process, with the frames that the policy saw. If
+    it saw none and the task has a camera, the first camera's frames are shown."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

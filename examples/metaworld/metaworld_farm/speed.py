@@ -146,7 +146,7 @@ def _step(env: Any, action: Array) -> tuple[Array, float, bool, bool, dict[str, 
 
 
 def _touching_object(env: Any, object_geom_id: int) -> bool:
-    """Whether both pads of the gripper press on the geom."""
+    """True if both pads of the gripper press on the geom."""
     data = env.data
     forces = dict.fromkeys((data.geom("leftpad_geom").id, data.geom("rightpad_geom").id), 0.0)
     for contact, geoms in enumerate(data.contact.geom.tolist()):
