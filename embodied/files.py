@@ -200,6 +200,10 @@ for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
+    # And 2:20 for a number to the base of 60, which is 140.
+    for _first in "-+0123456789":
+        _base_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-9]+)+(\.[0-9_]*)?$")
+        _side.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", _base_60))
 
 
 def _check_values(data: Any, source: str) -> None:

@@ -30,6 +30,8 @@ RECORD = f"{FOLDER}/record.json"
 USE, TRAINING = f"{FOLDER}/use.yaml", f"{FOLDER}/training.yaml"
 CARD = "README.md"
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Line = Annotated[str, Field(pattern=r"^\P{Cc}*$", max_length=255)]
+"""Text for a terminal, without its control characters."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,15 @@ class Record:
     """The record of a pushed repository: its files and what they were made from."""
 
     kind: Literal["policy", "adapter", "dataset"]
-    name: str
+    name: Line
     """Name of the run or of the dataset's folder."""
     identity: Digest
     """Two records of one run, or of one dataset, have the same."""
-    version: str
+    version: Line
     """Version of embodied-farm that pushed it."""
-    checkpoint: str = ""
+    checkpoint: Line = ""
     """Name of the run's checkpoint."""
-    policy: str = ""
+    policy: Line = ""
     """The policy's kind."""
     files: Mapping[str, Digest] = field(default_factory=dict)
     """sha256 of each file, by its path, but of this one and the card, which people edit on the hub."""
@@ -67,12 +69,21 @@ def read_record(path: Path) -> Record:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The folder's files by their paths in it, but for hidden ones. Links to folders are followed."""
+    """The folder's files by their paths in it, but for hidden ones. Links to folders are followed.
+
+    Raises `UserError` for a link that leads nowhere.
+    """
     found = list[Path]()
     for name, below, files in os.walk(folder, followlinks=True):
         here = Path(name)
         below[:] = [each for each in below if not each.startswith(".") and not _leads_back(here / each)]
-        found += [here / each for each in files if not each.startswith(".") and (here / each).is_file()]
+        shown = [here / each for each in files if not each.startswith(".")]
+        if lost := [path for path in shown if not path.exists()]:
+            raise UserError(
+                f"{lost[0]} is a link to a file that is not there ({lost[0].readlink()}): restore the file or remove "
+                "the link"
+            )
+        found += [path for path in shown if path.is_file()]
     return {path.relative_to(folder).as_posix(): path for path in sorted(found)}
 
 

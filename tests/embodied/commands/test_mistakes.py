@@ -140,6 +140,15 @@ def test_a_number_in_yaml_is_a_number_however_it_is_written(text: str) -> None:
     assert parse_yaml(yaml_text(texts), "it") == texts, "a text stays one"
 
 
+def test_a_number_beside_another_is_no_number_to_the_base_of_60() -> None:
+    from embodied.files import parse_yaml, yaml_text
+
+    texts = {"delay": "2:20", "later": "1:2:3", "half": "1:20.5"}
+    assert parse_yaml("{delay: 2:20, later: 1:2:3, half: 1:20.5}", "it") == texts
+    assert parse_yaml(yaml_text(texts), "it") == texts
+    assert parse_config({"env": parse_yaml("delay: 1:20", "it")}, "own.yaml").env.delay == "1"
+
+
 def test_a_seed_beside_several_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "reach", "--seeds", "0", "1", "--seed", "3", "--name", "both"]) == 2
     assert "--seeds names the seed of each run, and --seed one" in capsys.readouterr().err

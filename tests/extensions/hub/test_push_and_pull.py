@@ -21,7 +21,7 @@ from embodied.hub import Name
 from embodied.run import checkpoint
 from embodied.training.sft import DATA
 from embodied_hub import pull, push
-from embodied_hub.record import files_of
+from embodied_hub.record import files_of, read_record
 from embodied_hub.repository import parsed
 from embodied_hub.settings import training_of, without_places
 from policies import Policy
@@ -316,6 +316,24 @@ def test_a_linked_folder_of_a_dataset_goes_up_and_paths_of_this_machine_do_not(
     assert json.loads(there["meta/import.json"]) == {"source": "bridge"}
     assert json.loads(path.read_text()) == said
     pull.run(pull.Arguments("me/linked"))  # the record has the digests of what went up
+
+
+def test_a_link_of_a_dataset_that_leads_nowhere_is_named(trained: Trained, nowhere: None, tmp_path: Path) -> None:
+    shutil.copytree(trained.demos.folder, tmp_path / "linked")
+    (tmp_path / "linked/meta/notes.md").symlink_to(tmp_path / "gone")
+    said = refusal_here("push", str(tmp_path / "linked"), "me/linked", "--dry-run", "--out", str(tmp_path / "out"))
+    assert f"linked/meta/notes.md is a link to a file that is not there ({tmp_path / 'gone'})" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_record_that_would_write_to_a_terminal_is_refused(tmp_path: Path) -> None:
+    fields = {"kind": "dataset", "name": "demos", "identity": "0" * 64, "version": "1.0"}
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(fields))
+    assert read_record(path).name == "demos"
+    path.write_text(json.dumps(fields | {"name": "demos\x1b[2J"}))
+    with pytest.raises(UserError, match="is no record of `embodied push`"):
+        read_record(path)
 
 
 def test_a_checkpoint_of_another_run_is_refused(trained: Trained, nowhere: None, tmp_path: Path) -> None:
