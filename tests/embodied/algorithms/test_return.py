@@ -31,12 +31,12 @@ SETTINGS: dict[str, Any] = {
     "name": "balanced",
     "iterations": 20,
     "stop_at": 24.0,
-    "env": {"task": "gymnasium/CartPole-v1", "num_envs": 4, "max_episode_steps": 200},
+    "env": {"task": "gymnasium/CartPole-v1", "num_envs": 8, "max_episode_steps": 200},
     "policy": {"kind": "categorical_mlp", "options": {"widths": [16]}},
-    "rollout": {"decisions": 128},
+    "rollout": {"decisions": 64},
     "advantage": {"gamma": 0.9},
-    "optim": {"policy_lr": 5e-3, "value_lr": 5e-3, "minibatch": 128},
-    "eval": {"videos": 0, "episodes": 8, "num_envs": 4, "every": 2},
+    "optim": {"policy_lr": 1e-3, "value_lr": 1e-3, "minibatch": 128},
+    "eval": {"videos": 0, "episodes": 8, "num_envs": 8, "every": 3},
     "runtime": {"mode": "inline"},
 }
 

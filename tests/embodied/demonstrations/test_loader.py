@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from embodied.demonstrations.data_files import read_ahead
 from embodied.demonstrations.loader import Loader, Request
 from embodied.demonstrations.mixture import Demonstrations, Source
 from embodied.errors import UserError
+from tests.variants import often
 
 
 def reading_threads() -> list[threading.Thread]:
@@ -83,17 +85,17 @@ HERE = Path(__file__).parent / "lerobot"
 CAMERAS = ("front", "still")
 """A camera in videos, and one in pictures."""
 ONE = f"""
-import time
-from pathlib import Path
-from tests.embodied.demonstrations.test_loader import demonstrations_of, loader_of, requests_of
 if __name__ == "__main__":
+    from pathlib import Path
+    from tests.embodied.demonstrations.test_loader import demonstrations_of, loader_of, requests_of
+
     data = demonstrations_of(Path({str(HERE / "converted")!r}))
-    with loader_of(data, 2) as loader:
+    with loader_of(data, 1) as loader:
         for number, _ in enumerate(loader.read(requests_of(data, 10**6, 4))):
             if number == 4:
                 print("reading", flush=True)
 """
-"""A program that reads until it is ended."""
+"""A program that reads until it is ended; its reader, which runs the file once more, imports what it needs alone."""
 
 
 def demonstrations_of(*folders: Path) -> Demonstrations:
@@ -107,11 +109,11 @@ def loader_of(demonstrations: Demonstrations, workers: int) -> Loader:
     )
 
 
-def requests_of(demonstrations: Demonstrations, count: int, size: int) -> Iterator[Request]:
-    """Rows of each dataset in turn, first as recorded, then of epochs in which pictures are changed."""
+def requests_of(demonstrations: Demonstrations, count: int, size: int, datasets: int = 1) -> Iterator[Request]:
+    """Rows of each of the first datasets in turn, first as recorded, then of epochs in which pictures are changed."""
     draw, begins = np.random.default_rng(0), demonstrations.begins
     for number in range(count):
-        dataset = number % len(demonstrations.datasets)
+        dataset = number % datasets
         rows = draw.integers(begins[dataset], begins[dataset + 1], size)
         yield Request(rows, number // 4 if number >= 4 else None)
 
@@ -125,43 +127,63 @@ def content(found: Iterable[tuple[Request, Batch]]) -> list[Any]:
     ]
 
 
-def test_the_number_of_processes_changes_neither_content_nor_order() -> None:
-    demonstrations = demonstrations_of(HERE / "converted", HERE / "other")
+@dataclass(frozen=True)
+class Reading:
+    """What several tests read, by the same two processes."""
 
-    def read_by(workers: int) -> list[Any]:
-        with loader_of(demonstrations, workers) as loader:  # two at once, as training and measurement are
-            pairs = zip(*(loader.read(requests_of(demonstrations, 12, 16)) for _ in range(2)), strict=True)
-            return [content(found) for found in zip(*pairs, strict=True)]
-
-    expected = read_by(0)
-    assert [len(found) for found in expected] == [12, 12] and expected[0] == expected[1]
-    for workers in (1, 2, 3):
-        assert read_by(workers) == expected, workers
+    demonstrations: Demonstrations
+    """Of three datasets, the last of which lacks a file."""
+    lacks: str
+    loader: Loader
 
 
-def test_an_error_in_a_process_is_raised_in_its_place(tmp_path: Path) -> None:
-    shutil.copytree(HERE / "converted_tiny_files", tmp_path / "cut")
-    demonstrations = demonstrations_of(tmp_path / "cut")
-    video = sorted((tmp_path / "cut").rglob("*.mp4"))[-1]
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
+    cut = shutil.copytree(HERE / "converted_tiny_files", tmp_path_factory.mktemp("cut") / "cut")
+    demonstrations = demonstrations_of(HERE / "converted", HERE / "other", cut)
+    video = sorted(cut.rglob("*.mp4"))[-1]
     video.unlink()
-    last = len(demonstrations.datasets[0]) - 1
     with loader_of(demonstrations, 2) as loader:
-        found = loader.read(Request(np.array([row]), None) for row in (0, 1, last))
-        assert [request.rows[0] for request, _ in (next(found), next(found))] == [0, 1]
-        with pytest.raises(DatasetError, match=f"{video.name} is missing"):
-            next(found)
+        yield Reading(demonstrations, video.name, loader)
 
 
-def test_a_killed_process_ends_the_reading_with_a_message_that_says_so() -> None:
-    demonstrations, before = demonstrations_of(HERE / "converted"), set(psutil.Process().children())
-    with loader_of(demonstrations, 2) as loader, closing(loader.read(requests_of(demonstrations, 10**6, 4))) as found:  # type: ignore[type-var]
+@pytest.mark.parametrize("workers", often((2,), (1, 2, 3)))
+def test_the_number_of_processes_changes_neither_content_nor_order(workers: int, reading: Reading) -> None:
+    demonstrations = reading.demonstrations
+
+    def read_by(loader: Loader) -> list[Any]:  # two at once, as training and measurement are
+        pairs = zip(*(loader.read(requests_of(demonstrations, 12, 16, 2)) for _ in range(2)), strict=True)
+        return [content(found) for found in zip(*pairs, strict=True)]
+
+    expected = read_by(loader_of(demonstrations, 0))
+    assert [len(found) for found in expected] == [12, 12] and expected[0] == expected[1]
+    if workers == 2:
+        assert read_by(reading.loader) == expected
+    else:
+        with loader_of(demonstrations, workers) as loader:
+            assert read_by(loader) == expected
+
+
+def test_an_error_in_a_process_is_raised_in_its_place(reading: Reading) -> None:
+    begin, end = reading.demonstrations.begins[2:4]
+    found = reading.loader.read(Request(np.array([row]), None) for row in (begin, begin + 1, end - 1))
+    assert [request.rows[0] for request, _ in (next(found), next(found))] == [begin, begin + 1]
+    with pytest.raises(DatasetError, match=f"{reading.lacks} is missing"):
         next(found)
-        killed, other = sorted(process.pid for process in psutil.Process().children() if is_reader(process))
+
+
+def test_a_killed_process_ends_the_reading_with_a_message_that_says_so(reading: Reading) -> None:
+    """The last test that reads by these processes."""
+    with closing(reading.loader.read(requests_of(reading.demonstrations, 10**6, 4))) as found:  # type: ignore[type-var]
+        next(found)
+        readers = [process for process in psutil.Process().children() if is_reader(process)]
+        killed, other = sorted(process.pid for process in readers)
         os.kill(killed, signal.SIGKILL)
         with pytest.raises(UserError, match=rf"\(pid {killed}\) was killed by signal 9 \(Killed\).*loader-workers"):
             for _ in found:
                 pass
-    assert set(psutil.Process().children()) - before == set() and not psutil.pid_exists(other)
+    reading.loader.close()
+    assert not any(process.is_running() for process in readers) and not psutil.pid_exists(other)
 
 
 def is_reader(process: psutil.Process) -> bool:
@@ -181,7 +203,7 @@ def test_an_ended_program_leaves_no_process_behind(how: signal.Signals, tmp_path
         )  # fmt: skip
         assert program.stdout is not None and program.stdout.readline() == "reading\n", errors.read_text()
         readers = [each for each in psutil.Process(program.pid).children(recursive=True) if is_reader(each)]
-        assert len(readers) == 2
+        assert len(readers) == 1
         (os.killpg if how == signal.SIGINT else os.kill)(program.pid, how)
         assert program.wait(60) != 0
     _, alive = psutil.wait_procs(readers, timeout=60)
