@@ -144,7 +144,11 @@ def test_trials_without_a_delay_are_those_of_a_plain_evaluation(run: Path, own: 
     assert np.array_equal(first[2:4], naive[2:4]) and not np.array_equal(first[4:6], naive[4:6])
 
 
-@pytest.mark.parametrize("how", [{"farm": {"groups": 1}}, {"runtime": {"mode": "ray"}}], ids=["groups", "ray"])
+@pytest.mark.parametrize(
+    "how",
+    [{"farm": {"groups": 1}}, pytest.param({"runtime": {"mode": "ray"}}, marks=pytest.mark.slow)],
+    ids=["groups", "ray"],
+)
 def test_a_delay_is_the_same_in_every_mode(run: Path, own: Path, how: dict[str, Any], tmp_path: Path) -> None:
     if "farm" in how:
         how = how | {"eval": {"num_envs": 4}}  # as many rows of a batch

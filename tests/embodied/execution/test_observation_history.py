@@ -13,7 +13,6 @@ import torch
 from embodied.execution.session import Session
 from tests.embodied.execution.test_executor import Reference, ray, reference
 from tests.embodied.support.runs import GROUPS, IMAGES, Run, assert_equal, assert_was_a_test, assigned, inline, run
-from tests.variants import often
 
 __all__ = ["ray", "reference"]
 
@@ -30,8 +29,9 @@ SETTINGS = {
     "K = 3, d = 2, C = 2": looking_back(IMAGES, 3, 2, 2),
     "episode groups": looking_back(GROUPS, 2, 1, 2),
 }
+APART = assigned("disaggregated", 2, (0,), (0,), (1,), (0,), one_process=False)
 PLANS = {
-    "two groups drawn apart": assigned("disaggregated", 2, (0,), (0,), (1,), (0,), one_process=False),
+    "two groups drawn apart": APART,
     "fused, 2 workers": assigned("hybrid", 1, (0, 1), (), (1,), (0, 1)),
     "one step ahead": assigned("disaggregated", 2, (0,), (), (1,), (0,), one_process=False, ahead=1),
     "split, context switches": replace(assigned(render=(1,), one_process=False), unload=True),
@@ -63,13 +63,10 @@ def test_the_learner_reads_what_was_acted_on(name: str, reference: Reference) ->
         assert bool((same | begun).all()) and bool(same.any()) and bool(begun.any())
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"),
-    often(
-        [("K = 2, d = 1, C = 4", "two groups drawn apart")],
-        [(name, plan) for name in SETTINGS for plan in PLANS],
-    ),
-)
+# The default run has two groups drawn apart of two observations in test_training_delay.
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_no_plan_changes_what_is_computed(
     name: str, plan: str, ray: Session, reference: Reference, tmp_path: Path
 ) -> None:

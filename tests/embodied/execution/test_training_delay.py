@@ -25,7 +25,7 @@ from embodied.run import checkpoint
 from embodied.run.saved_settings import settings_of
 from embodied.workflows.conventions import differences
 from tests.embodied.execution.test_executor import Reference, ray, reference
-from tests.embodied.execution.test_observation_history import assert_on_policy, looking_back
+from tests.embodied.execution.test_observation_history import APART, assert_on_policy, looking_back
 from tests.embodied.run import test_resume
 from tests.embodied.support.runs import GROUPS, IMAGES, STATES, assert_equal, assert_was_a_test, assigned, inline, run
 from tests.variants import often
@@ -49,7 +49,9 @@ PLANS = {
     "two processes that leave memory": replace(assigned(one_process=False), unload=True),
     "one step ahead": assigned("disaggregated", 2, (0,), (), (1,), (0,), one_process=False, ahead=1),
 }
-EVERY = [(name, plan) for name in SETTINGS for plan in PLANS]
+DRAWN_APART = ("pictures", "drawn apart")
+"""Delays and several observations at once, by processes of which one draws."""
+EVERY = [*((name, plan) for name in SETTINGS for plan in PLANS), DRAWN_APART]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -68,16 +70,17 @@ def test_what_is_executed_is_scored_as_it_was_acted(name: str, reference: Refere
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    often([("drawn", "two groups, 2 splits"), ("episode groups", "two processes that leave memory")], EVERY),
+    often([DRAWN_APART, ("episode groups", "two processes that leave memory")], EVERY),
 )
 def test_no_plan_changes_what_is_computed(
     name: str, plan: str, ray: Session, reference: Reference, tmp_path: Path
 ) -> None:
-    found = run(SETTINGS[name], ray, PLANS[plan], tmp_path / "ray")
+    assignment = APART if plan == "drawn apart" else PLANS[plan]
+    found = run(SETTINGS[name], ray, assignment, tmp_path / "ray")
     assert_was_a_test(found)
-    if not PLANS[plan].ahead:
+    if not assignment.ahead:
         assert_on_policy(found)
-    assert_equal(found, reference(SETTINGS[name], PLANS[plan]))
+    assert_equal(found, reference(SETTINGS[name], assignment))
 
 
 @pytest.mark.slow

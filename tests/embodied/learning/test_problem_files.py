@@ -22,23 +22,12 @@ from sim_farm.contract import EpisodeSpec
 from tests.embodied.support import evaluations, text_runs
 from tests.embodied.support.checked import check
 from tests.embodied.support.text_runs import settings
+from tests.extensions.language import verifiers
 
 run = evaluations.run  # the fixture
 
+OWN = verifiers.__name__
 ROWS = 10
-
-
-def often_fails(answer: str, expected: str) -> float:
-    """Fails on every answer but the first problem's expected one."""
-    if answer != "expected":
-        raise KeyError("boxed")
-    return 1.0
-
-
-def fails_on_some(answer: str, expected: str) -> float:
-    if len(answer) % 3 == 0:
-        raise ValueError("three")
-    return 0.0
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +133,9 @@ def test_a_verifier_that_fails_on_every_answer_ends_the_run(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = problems(tmp_path, TEXTS)
-    tasks(monkeypatch, fails=ProblemFile(path, verifier=f"{__name__}:often_fails"))
+    tasks(monkeypatch, fails=ProblemFile(path, verifier=f"{OWN}:often_fails"))
     reason = (
-        rf"broken: the verifier {__name__}:often_fails failed: KeyError: 'boxed' \({__file__}, line \d+\) "
+        rf"broken: the verifier {OWN}:often_fails failed: KeyError: 'boxed' \({verifiers.__file__}, line \d+\) "
         rf"\(on row \d+ of {path}\)"
     )
     config = asked(model, "fails", name="run", rollout={"episodes_per_env": 2})
@@ -163,7 +152,7 @@ def test_a_verifier_that_fails_on_some_answers_is_named(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = problems(tmp_path, TEXTS)
-    tasks(monkeypatch, some=ProblemFile(path, verifier=f"{__name__}:fails_on_some"))
+    tasks(monkeypatch, some=ProblemFile(path, verifier=f"{OWN}:fails_on_some"))
     train_run(
         asked(model, "some", name="run", iterations=2, rollout={"episodes_per_env": 2}),
         "test",
@@ -171,7 +160,7 @@ def test_a_verifier_that_fails_on_some_answers_is_named(
         False,
     )
     said = capsys.readouterr()
-    assert f"the verifier {__name__}:fails_on_some failed: ValueError: three" in said.out + said.err
+    assert f"the verifier {OWN}:fails_on_some failed: ValueError: three" in said.out + said.err
 
 
 def test_seeds_say_nothing_of_episodes_that_begin_alike(run: Path) -> None:

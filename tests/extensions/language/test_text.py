@@ -25,7 +25,9 @@ from sim_farm.conformance.physics_laws import PHYSICS_LAWS
 from sim_farm.contract import EpisodeSpec, FarmError, TaskSpec
 from sim_farm.registry import make_physics
 from sim_farm.workers.physics_worker import replayed
+from tests.extensions.language import verifiers
 
+OWN = verifiers.__name__
 TOKENIZER = str(Path(__file__).parents[3] / "assets" / "countdown_lm")
 SPEC = TaskSpec("text/countdown_3", options={"tokenizer": TOKENIZER})
 TWO_TRIES = TaskSpec("text/countdown_3_two_tries", options={"tokenizer": TOKENIZER})
@@ -314,14 +316,6 @@ def test_problems_come_from_a_file(tmp_path: Path):
     assert physics.step(tokens("2")).success[-1]
 
 
-def hangs(answer: str, expected: str) -> float:
-    while answer == "9":
-        pass
-    if answer == "8":
-        raise ValueError("no eights")
-    return 7.0 if answer == "7" else float(answer == expected)
-
-
 def test_white_space_inside_the_tags_is_blanks():
     for answer in ("\n5+\n17 -\t11\n", "\r\n11 = 11\r\n", "\t(11)\n=\n11"):
         assert verify((5, 17, 11), 11, f"So:\n<answer>{answer}</answer>\n") == 1.0
@@ -333,14 +327,14 @@ def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_pa
     monkeypatch.setattr("embodied_language.text.verifying.VerifierProcess.__init__.__defaults__", (1.0,))
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "one?", "answer": "1"}\n')
-    backend = problem_backend(one=ProblemFile(str(path), verifier=f"{__name__}:hangs"))
+    backend = problem_backend(one=ProblemFile(str(path), verifier=f"{OWN}:hangs"))
     physics = backend.make_physics(TaskSpec("problems/one", reward="sparse", options={"tokenizer": TOKENIZER}))
-    here = rf"{re.escape(__file__)}, line \d+\) \(on row 1 of {re.escape(str(path))}\)"
+    here = rf"{re.escape(verifiers.__file__)}, line \d+\) \(on row 1 of {re.escape(str(path))}\)"
     for answer, said in (("9", "did not end within 1 s"), ("8", f"ValueError: no eights \\({here}"), ("7", "gave 7.0")):
         physics.reset(EpisodeSpec(0))
         result = physics.step(tokens(answer))
         assert np.isnan(result.reward[-1]) and not physics.reset(EpisodeSpec(0)).fault
-        assert re.search(f"the verifier {__name__}:hangs .*{said}.*the answer was '{answer}'", result.fault)
+        assert re.search(f"the verifier {OWN}:hangs .*{said}.*the answer was '{answer}'", result.fault)
     physics.reset(EpisodeSpec(0))
     assert physics.step(tokens("1")).success[-1]
 
@@ -359,45 +353,6 @@ def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_pa
 def test_what_cannot_be_is_refused(spec: TaskSpec, message: str):
     with pytest.raises(FarmError, match=message):
         make_physics(spec)
-
-
-def gives_a_dict(answer: str, expected: str) -> Any:
-    return {"score": 1.0, "acc": True}
-
-
-def gives_a_tuple(answer: str, expected: str) -> Any:
-    return 1.0, "right"
-
-
-def gives_none(answer: str, expected: str) -> Any:
-    return None
-
-
-def gives_none_for_a_wrong_answer(answer: str, expected: str) -> Any:
-    if answer == expected:
-        return 1.0
-
-
-async def gives_a_coroutine(answer: str, expected: str) -> float:
-    return 1.0
-
-
-def of_verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    return 1.0
-
-
-def gives_an_array(answer: str, expected: str) -> Any:
-    return np.array([answer == expected], np.float32)
-
-
-def runs_a_program(answer: str, expected: str) -> float:
-    """1.0 for a program that adds one."""
-    return float(answer == "lambda n: n + 1")
-
-
-class Verifying:
-    def __call__(self, answer: str, expected: str) -> float:
-        return 1.0
 
 
 RETURNS = [
@@ -421,21 +376,21 @@ def test_a_verifier_that_finds_no_expected_answer_right_is_said(tmp_path: Path, 
     path = tmp_path / "programs.jsonl"
     rows = [{"prompt": "x", "answer": "[[1, 2]]"}] * 20
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stated(ProblemFile(str(path), verifier=f"{__name__}:runs_a_program"))
+    stated(ProblemFile(str(path), verifier=f"{OWN}:runs_a_program"))
     (said,) = caplog.messages
     assert "expected answer of row 1 of" in said and "those of 7 more rows. If" in said and "arguments swapped" in said
     # One that is right is enough.
     rows[-3] = {"prompt": "x", "answer": "lambda n: n + 1"}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     caplog.clear()
-    stated(ProblemFile(str(path), verifier=f"{__name__}:runs_a_program", answer_tokens=9))
+    stated(ProblemFile(str(path), verifier=f"{OWN}:runs_a_program", answer_tokens=9))
     assert not caplog.messages
 
 
 def test_an_array_of_one_number_is_a_score(tmp_path: Path):
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "x", "answer": "1"}\n')
-    (problem,) = stated(ProblemFile(str(path), verifier=f"{__name__}:gives_an_array"))
+    (problem,) = stated(ProblemFile(str(path), verifier=f"{OWN}:gives_an_array"))
     assert (problem.verify("1"), problem.verify("2")) == (1.0, 0.0)
 
 
@@ -468,8 +423,8 @@ def test_exact_compares_numbers_in_plain_decimals(tmp_path: Path, written: str, 
         ('{"prompt": "x", "answer": "1"}\n', {"answer_tokens": 0}, "answer_tokens of a text task is at least 1, got 0"),
         ('{"prompt": "x", "answer": "1"}\n', {"verifier": "exactly"}, "a verifier is exact, math, or a function"),
         ('{"prompt": "x", "answer": "1"}\n', {"verifier": "nowhere:f"}, "the verifier nowhere:f cannot be imported"),
-        ('{"prompt": "x", "answer": "1"}\n', {"verifier": f"{__name__}:SPEC"}, "is a TaskSpec, not a function"),
-        ('{"prompt": "x", "answer": "8"}\n', {"verifier": f"{__name__}:hangs"}, "no eights .*expected answer of row 1"),
+        ('{"prompt": "x", "answer": "1"}\n', {"verifier": f"{OWN}:NUMBER"}, "is a int, not a function"),
+        ('{"prompt": "x", "answer": "8"}\n', {"verifier": f"{OWN}:hangs"}, "no eights .*expected answer of row 1"),
         ('{"prompt": "x", "answer": "1"}\n', {"instruction": "Hm."}, "has {prompt} where the problem stands"),
         ('["x", "1"]\n', {}, "row 1: a list .* is no object with columns"),
         ('\n\n{"prompt": null, "answer": "1"}\n', {}, r"row 1 \(line 3\): the statement is null"),
@@ -486,7 +441,7 @@ def test_exact_compares_numbers_in_plain_decimals(tmp_path: Path, written: str, 
         ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}\n', {}, "parts with a text"),
         ('{"prompt": [{"role": "user", "content": "<image> What?"}], "images": [{"path": "a.png"}], "answer": "1"}\n',
          {}, "row 1: the column 'images' is not empty, and a problem is told in words alone"),
-        *((json.dumps({"prompt": "x", "answer": "1"}) + "\n", {"verifier": f"{__name__}:{name}"}, message)
+        *((json.dumps({"prompt": "x", "answer": "1"}) + "\n", {"verifier": f"{OWN}:{name}"}, message)
           for name, message in RETURNS),
     ],
 )  # fmt: skip

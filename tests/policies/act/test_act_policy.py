@@ -44,18 +44,19 @@ IDLE = {
 }
 
 
-LONG = (
-    laws.law_imitation_brings_the_mode_to_the_demonstrations,
-    laws.law_log_prob_is_the_density_that_act_samples,
-    laws.law_all_is_computed_on_the_policys_device,
-)
-"""Laws that cost seconds."""
+LONG = {
+    laws.law_imitation_brings_the_mode_to_the_demonstrations: "",
+    laws.law_log_prob_is_the_density_that_act_samples: "no state, no VAE, norms first",
+    laws.law_all_is_computed_on_the_policys_device: "two cameras and a state",
+}
+"""Laws that cost seconds, and the case that the default run has of each. The loss, which imitation repeats hundreds of
+times, is beside LeRobot's in test_act_golden."""
 
 
 def once_where_they_are_long(of: Iterable[Any]) -> list[Any]:
-    """Laws and cases; the default run has those of `LONG` on one case."""
+    """Laws and cases."""
     every = [(law, case) for law in of for case in CASES]
-    return often([(law, case) for law, case in every if law not in LONG or case == next(iter(CASES))], every)
+    return often([(law, case) for law, case in every if LONG.get(law, case) == case], every)
 
 
 def task_inputs(spec: PolicySpec, rows: int = 6) -> Inputs:

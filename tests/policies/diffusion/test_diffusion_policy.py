@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.policies.diffusion.cases import (
     older_checkpoint,
     variant_checkpoint,
 )
+from tests.variants import often
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two observations, two cameras": ({"crop_shape": [34, 34]}, {}),
@@ -38,6 +40,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_inference_steps": 4},
     ),
 }
+
+
+LONG = {
+    laws.law_imitation_brings_the_mode_to_the_demonstrations: "",
+    laws.law_log_prob_is_the_density_that_act_samples: "one observation, batch norms",
+    laws.law_all_is_computed_on_the_policys_device: "three observations, DDIM, some steps",
+}
+"""Laws that cost seconds, and the case that the default run has of each. The loss, which imitation repeats hundreds of
+times, is beside LeRobot's in test_diffusion_golden."""
+
+
+def once_where_they_are_long(of: Iterable[Any]) -> list[Any]:
+    """Laws and cases."""
+    every = [(law, case) for law in of for case in CASES]
+    return often([(law, case) for law, case in every if LONG.get(law, case) == case], every)
 
 
 def task_inputs(spec: PolicySpec, rows: int = 6) -> Inputs:
@@ -54,8 +71,7 @@ def trained(folder: Path, entries: dict[str, Any], spec: PolicySpec = TASK, **op
     return policy
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(("law", "case"), once_where_they_are_long(laws.LAWS))
 def test_laws(law: Any, case: str, tmp_path: Path) -> None:
     entries, options = CASES[case]
     policy = trained(tmp_path / "new", entries, critic_trains_network=True, **options)
@@ -70,8 +86,7 @@ def test_laws(law: Any, case: str, tmp_path: Path) -> None:
         law(policy, inputs)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("law", laws.IMITATION_LAWS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(("law", "case"), once_where_they_are_long(laws.IMITATION_LAWS))
 def test_laws_of_imitation(law: Any, case: str, tmp_path: Path) -> None:
     entries, options = CASES[case]
     policy = trained(tmp_path / "new", entries, **options)
