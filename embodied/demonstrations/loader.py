@@ -146,7 +146,7 @@ class _Process:
 
     def _end(self) -> str:
         """A text that names the exit status or signal of the process, which has closed its end of the pipe."""
-        self._process.join(1)
+        self._process.join(60)  # it is ending: a busy machine may take a while
         code = self._process.exitcode
         if code is None or code >= 0:
             how = f"ended with exit status {code}; its output says why"

@@ -69,7 +69,7 @@ def test_three_suites_have_scripts_for_nearly_all_of_their_tasks() -> None:
 @pytest.mark.parametrize(
     "task",
     often(
-        [BOWL, "libero/libero_spatial/0", "libero/libero_object/1"],
+        [BOWL, "libero/libero_object/1"],
         [BOWL, "libero/libero_spatial/0", *(task for task in SCRIPTED if "object" in task)],
     ),
 )

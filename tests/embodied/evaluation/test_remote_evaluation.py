@@ -30,6 +30,7 @@ from tests.embodied.support import evaluations
 from tests.embodied.support.evaluations import assert_same_episodes, config
 from tests.embodied.support.served import acted, observations, serving, small_policy
 from tests.policies.remote.handmade_server import free_port, served
+from tests.variants import often
 
 ROOT = Path(__file__).resolve().parents[3]
 run = evaluations.run  # the fixture: its policy reads the state
@@ -47,8 +48,9 @@ def lines(folder: Path) -> str:
     return (folder / "episodes.jsonl").read_text()
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "greedy"), often([(1, True), (2, False)], [(1, True), (1, False), (2, True), (2, False)])
+)
 def test_a_served_policys_evaluation_equals_its_own_line_for_line(
     run: Path, greedy: bool, groups: int, tmp_path: Path
 ) -> None:

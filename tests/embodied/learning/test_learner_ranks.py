@@ -415,9 +415,9 @@ def joined(ranks: Sequence[Ranks], addresses: Sequence[str], connect_s: float) -
 def test_a_rank_that_is_not_there_is_named(tmp_path: Path) -> None:
     ranks = [Ranks("learner", rank, 3) for rank in (0, 1)]
     address = ranks[0].listen()
-    for rank, error in enumerate(joined(ranks, [address] * 2, 1.0)):
+    for rank, error in enumerate(joined(ranks, [address] * 2, 5.0)):
         assert isinstance(error, PeerFailed)
-        assert re.search(rf"learner {rank} .*waited 1 s at {address} for learner 2", str(error)), str(error)
+        assert re.search(rf"learner {rank} .*waited 5 s at {address} for learner 2", str(error)), str(error)
     assert not torch.distributed.is_initialized()
     nobody = Ranks("learner", 1, 2)
     (error,) = joined([nobody], [address], 1.0)

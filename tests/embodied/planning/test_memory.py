@@ -77,9 +77,8 @@ def test_a_minibatch_of_all_samples_is_predicted_as_such() -> None:
 
 
 def test_a_dry_run_names_the_smallest_change_that_fits() -> None:
-    config = load_config("openvla_tiny")
-    adapted = config.policy.model_copy(update={"options": {**config.policy.options, "lora_rank": 2}})
-    config = config.model_copy(update={"policy": adapted})
+    config = load_config("openvla_small_lora")
+    config = config.model_copy(update={"env": config.env.model_copy(update={"num_envs": 2})})
     whole = dry_run(config, 24)
     assert whole["card"]["verdict"] == "the run fits"
     needs = whole["bytes"]["at_most_at_once"]

@@ -324,13 +324,13 @@ def test_white_space_inside_the_tags_is_blanks():
 
 
 def test_a_verifier_that_hangs_or_fails_is_named_and_makes_the_reward_nan(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("embodied_language.text.verifying.VerifierProcess.__init__.__defaults__", (1.0,))
+    monkeypatch.setattr("embodied_language.text.verifying.VerifierProcess.__init__.__defaults__", (5.0,))
     path = tmp_path / "one.jsonl"
     path.write_text('{"prompt": "one?", "answer": "1"}\n')
     backend = problem_backend(one=ProblemFile(str(path), verifier=f"{OWN}:hangs"))
     physics = backend.make_physics(TaskSpec("problems/one", reward="sparse", options={"tokenizer": TOKENIZER}))
     here = rf"{re.escape(verifiers.__file__)}, line \d+\) \(on row 1 of {re.escape(str(path))}\)"
-    for answer, said in (("9", "did not end within 1 s"), ("8", f"ValueError: no eights \\({here}"), ("7", "gave 7.0")):
+    for answer, said in (("9", "did not end within 5 s"), ("8", f"ValueError: no eights \\({here}"), ("7", "gave 7.0")):
         physics.reset(EpisodeSpec(0))
         result = physics.step(tokens(answer))
         assert np.isnan(result.reward[-1]) and not physics.reset(EpisodeSpec(0)).fault
