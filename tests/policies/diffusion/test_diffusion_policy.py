@@ -138,6 +138,24 @@ def test_deviations_have_a_lower_bound_for_draws_and_one_for_scores(tmp_path: Pa
     assert not flat.deviations.any()
 
 
+def test_a_decision_is_scored_by_the_deviation_of_its_step(tmp_path: Path) -> None:
+    """The second difference of log N(x; m, s^2) over x +- h is -(h / s)^2, wherever m is."""
+    deviations = {"min_sampling_denoising_std": 0.1, "min_logprob_denoising_std": 0.2}
+    policy = trained(tmp_path / "new", {}, num_inference_steps=5, trained_steps=3, **deviations)
+    inputs = task_inputs(policy.spec)
+    trace = policy.act(inputs, laws.random_noise(policy, 6, seed=1)).trace
+
+    def score(shift: float) -> torch.Tensor:
+        with torch.no_grad():
+            return policy.evaluate(inputs, {**trace, "x_next": trace["x_next"] + shift}).log_prob.double()
+
+    found = score(0.5) + score(-0.5) - 2 * score(0.0)
+    scored = policy.denoising.deviations.clamp(min=0.2)[trace["step"]]
+    torch.testing.assert_close(
+        found, -(0.5 / scored.double()).square()[:, None, None].expand_as(found), rtol=1e-3, atol=1e-3
+    )
+
+
 def test_executed_actions_begin_at_the_present(tmp_path: Path) -> None:
     """Behind those of the observations before it; the others of the horizon are predicted, and not executed."""
     policy = trained(tmp_path / "new", {"n_obs_steps": 3})
