@@ -3,6 +3,7 @@
     tasks.py      which tasks there are, with their instructions; imports nothing
     simulator.py  resets and steps a task, draws its scenes: physics and renderer
     rendering.py  the device that draws, and a shader that draws faster
+    culling.py    in software, only the triangles that can reach a pixel are drawn
     speed.py      less Python around the same PhysX calls
     two_cubes.py  a task class of this project's own: scene, cameras, reset, reward, success
 

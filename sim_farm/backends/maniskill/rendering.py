@@ -92,6 +92,12 @@ def drawn_by() -> tuple[str, str | None]:
     return ("SAPIEN's choice", None) if device is None else (device.name, device.pci_string)
 
 
+def draws_in_software() -> bool:
+    """True if no GPU draws in this process."""
+    device = device_here()
+    return device is not None and f"pci:{device.pci_string}" == SOFTWARE_ALIAS
+
+
 @contextmanager
 def _instead_of_cpu(device: Any) -> Iterator[None]:
     """ManiSkill's environments that are made meanwhile with a renderer have it on the device."""

@@ -19,7 +19,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
@@ -33,7 +33,8 @@ from mani_skill.utils.registration import REGISTERED_ENVS
 
 from sim_farm.backends.camera_poses import SAPIEN, orbited
 from sim_farm.backends.maniskill import two_cubes as _registers_its_tasks  # noqa: F401
-from sim_farm.backends.maniskill.rendering import drawn_by, light_cameras, make_on_device
+from sim_farm.backends.maniskill.culling import Culling
+from sim_farm.backends.maniskill.rendering import drawn_by, draws_in_software, light_cameras, make_on_device
 from sim_farm.backends.maniskill.speed import bare_reset, controllers, robots, short_collections, speed_up
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
 from sim_farm.backends.maniskill.together import Evaluated, Together, after_physics, flat, seen
@@ -327,6 +328,14 @@ class ManiSkillBatch:
             return [physics[row].result(taken[row], states[row]) for row in which]
 
 
+@dataclass(frozen=True)
+class _Replica:
+    """An environment that is never stepped, and what is drawn of its scene."""
+
+    env: Any
+    culling: Culling | None
+
+
 class ManiSkillRenderer:
     """Draws scenes of one task with SAPIEN's rasteriser. See `sim_farm.contract.Renderer`."""
 
@@ -334,7 +343,7 @@ class ManiSkillRenderer:
         self._spec = spec
         first = _make(spec, render=True)
         self.info = _info(spec, first)
-        self._replicas: OrderedDict[int, Any] = OrderedDict()
+        self._replicas: OrderedDict[int, _Replica] = OrderedDict()
         self._spare = [first]
         """Built environments that hold no geometry anybody asked for yet."""
         self._standing = {
@@ -370,45 +379,50 @@ class ManiSkillRenderer:
         size = self._spec.image_size
         frames = new_frames(len(scenes), cameras, size) if out is None else out
         for i, scene in enumerate(scenes):
-            env = self._place(scene)
+            replica = self._place(scene)
+            env = replica.env
             for hidden in env._hidden_objects:
                 hidden.hide_visual()
             for name, pose in (self._standing | self._aimed).items() if self._spec.perturbations else ():
                 env._sensors[name].camera._render_cameras[0].local_pose = pose
+            sensors = [env._sensors[name] for name in cameras]
+            if replica.culling is not None:
+                replica.culling.update([sensor.camera._render_cameras[0] for sensor in sensors])
             env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
-            for name in cameras:
-                camera = env._sensors[name]
-                camera.capture()
-                frames[name][i] = camera.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"][0]
+            for sensor in sensors:
+                sensor.capture()
+            for name, sensor in zip(cameras, sensors, strict=True):
+                frames[name][i] = sensor.get_obs(rgb=True, depth=False, position=False, segmentation=False)["rgb"][0]
         return frames
 
-    def _place(self, scene: UInt8) -> Any:
+    def _place(self, scene: UInt8) -> _Replica:
         """A replica with the scene's geometry, moved to the scene's state."""
         geometry, poses = _decode_scene(scene)
-        env = self._replicas.pop(geometry, None)
-        if env is None:
-            env = self._build(geometry)
-        self._replicas[geometry] = env
+        replica = self._replicas.pop(geometry, None)
+        if replica is None:
+            replica = self._build(geometry)
+        self._replicas[geometry] = replica
         # Entity poses are what the rasteriser reads. Setting the simulator's own state instead would pass through
         # PhysX's arithmetic (a robot's base moves by one unit in the last place) and change pixels.
-        for entity, pose in zip(_movable_entities(env), poses, strict=True):
+        for entity, pose in zip(_movable_entities(replica.env), poses, strict=True):
             entity.pose = sapien.Pose(pose[:3], pose[3:])
-        return env
+        return replica
 
-    def _build(self, geometry: int) -> Any:
+    def _build(self, geometry: int) -> _Replica:
         """A replica with that geometry: the spare one, the least recently used, or a new one."""
         if self._spare:
             env = self._spare.pop()
         elif len(self._replicas) >= MAX_REPLICAS:
-            env = self._replicas.popitem(last=False)[1]
+            env = self._replicas.popitem(last=False)[1].env
         else:
             env = _make(self._spec, render=True)
         with light_cameras():
             env.reset(seed=max(geometry - 1, 0))
-        return env
+        # On a GPU vertices are cheap.
+        return _Replica(env, Culling(env.scene.sub_scenes[0]) if draws_in_software() else None)
 
     def close(self) -> None:
-        for env in (*self._spare, *self._replicas.values()):
+        for env in (*self._spare, *(replica.env for replica in self._replicas.values())):
             env.close()
         self._spare.clear()
         self._replicas.clear()
