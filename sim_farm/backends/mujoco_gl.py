@@ -117,6 +117,8 @@ class Canvas:
     """
 
     def __init__(self, model: mujoco.MjModel, size: int, max_geoms: int = 100, hidden_groups: tuple[int, ...] = ()):
+        from sim_farm.backends.mujoco_culling import Culling  # takes `mujoco` from here
+
         self._context = self._target = None  # First, so that a canvas that could not be made can be closed.
         name = platform()
         model.vis.global_.offwidth = model.vis.global_.offheight = size
@@ -140,6 +142,7 @@ class Canvas:
             reason = f"OpenGL by {name} failed ({type(error).__name__}: {error})"
             raise FarmError(f"no picture can be drawn{_where()}: {reason}. {REMEDY}") from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._target)
+        self._culling = Culling(model, self._scene, self._target)
         # Registered after the platform's own shutdown, hence run before it: contexts cannot be freed after.
         atexit.register(_close, weakref.ref(self))
 
@@ -153,8 +156,7 @@ class Canvas:
         `data` holds the kinematics."""
         if isinstance(camera, int):
             self._camera.fixedcamid, camera = camera, self._camera
-        category = mujoco.mjtCatBit.mjCAT_ALL.value
-        mujoco.mjv_updateScene(self._model, data, self._option, None, camera, category, self._scene)
+        self._culling.fill(data, self._option, camera)
         mujoco.mjr_render(self._rect, self._scene, self._target)
         mujoco.mjr_readPixels(self._pixels, None, self._rect, self._target)
         out[:] = self._pixels[::-1]  # OpenGL's first row is the lowest.
