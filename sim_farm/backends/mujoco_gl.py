@@ -135,14 +135,18 @@ class Canvas:
             self._context.make_current()
             _check_drawn(name)
             render_devices.drawing()
-            self._target = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+            with _no_unused_shadows(model):
+                self._target = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+            _share_equal_textures(model, self._target)
         except FarmError:
             raise
         except Exception as error:  # What is missing shows as one of many exceptions of three packages.
             reason = f"OpenGL by {name} failed ({type(error).__name__}: {error})"
             raise FarmError(f"no picture can be drawn{_where()}: {reason}. {REMEDY}") from error
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._target)
-        self._culling = Culling(model, self._scene, self._target)
+        # A GPU draws unseen triangles in less time than is needed to find them.
+        software = render_devices.is_software(renderer_name())
+        self._culling = Culling(model, self._scene, self._target) if software else None
         # Registered after the platform's own shutdown, hence run before it: contexts cannot be freed after.
         atexit.register(_close, weakref.ref(self))
 
@@ -156,7 +160,11 @@ class Canvas:
         `data` holds the kinematics."""
         if isinstance(camera, int):
             self._camera.fixedcamid, camera = camera, self._camera
-        self._culling.fill(data, self._option, camera)
+        if self._culling is None:
+            category = mujoco.mjtCatBit.mjCAT_ALL.value
+            mujoco.mjv_updateScene(self._model, data, self._option, None, camera, category, self._scene)
+        else:
+            self._culling.fill(data, self._option, camera)
         mujoco.mjr_render(self._rect, self._scene, self._target)
         mujoco.mjr_readPixels(self._pixels, None, self._rect, self._target)
         out[:] = self._pixels[::-1]  # OpenGL's first row is the lowest.
@@ -174,6 +182,37 @@ class Canvas:
 
     def __del__(self) -> None:
         self.close()
+
+
+@contextmanager
+def _no_unused_shadows(model: mujoco.MjModel) -> Iterator[None]:
+    """Within the block the model asks for no map of shadows, 64 MB of 4096 x 4096 pixels, if none of its lights casts
+    any."""
+    quality = model.vis.quality
+    size = quality.shadowsize
+    if not model.light_castshadow.any():
+        quality.shadowsize = 0
+    try:
+        yield
+    finally:
+        quality.shadowsize = size
+
+
+def _share_equal_textures(model: mujoco.MjModel, target: mujoco.MjrContext) -> None:
+    """Free the textures that equal an earlier one, as those of two objects of a kind do, and use that one instead."""
+    gl = importlib.import_module("OpenGL.GL")
+    kinds = (model.tex_type, model.tex_colorspace, model.tex_nchannel, model.tex_width, model.tex_height)
+    ends = [*model.tex_adr[1:], len(model.tex_data)]
+    known: list[tuple[list[int], np.ndarray, int]] = []
+    for index, (begin, end) in enumerate(zip(model.tex_adr, ends, strict=True)):
+        kind, pixels, own = [int(values[index]) for values in kinds], model.tex_data[begin:end], target.texture[index]
+        equal = (name for of, seen, name in known if of == kind and np.array_equal(seen, pixels))
+        name = next(equal, own)
+        if name == own:
+            known.append((kind, pixels, own))
+        else:
+            gl.glDeleteTextures([int(own)])
+            target.texture[index] = name
 
 
 def _close(canvas: weakref.ref[Canvas]) -> None:

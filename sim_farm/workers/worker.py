@@ -172,7 +172,9 @@ class Worker:
         raise NotImplementedError
 
     def _report_memory(self) -> None:
+        """Give back what building has freed, and report what the process keeps."""
         if self.setup.memory is not None:  # else the process is the caller's
+            give_back()
             self.slots["private_bytes"][self.setup.index] = private_bytes()
 
     def _place_renderer(self) -> None:

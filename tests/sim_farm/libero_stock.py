@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,19 @@ def stock_environment(task: str, size: int | None = None, cameras: tuple[str, ..
     if size is None:
         return wrapper.ControlEnv(bddl_file_name=bddl, use_camera_obs=False, has_offscreen_renderer=False)
     _lend_opengl()
-    return wrapper.OffScreenRenderEnv(
+    env = wrapper.OffScreenRenderEnv(
         bddl_file_name=bddl, camera_names=list(cameras), camera_heights=size, camera_widths=size
     )
+    for name in ("reset", "set_init_state", "step", "close"):
+        setattr(env, name, functools.partial(_in_its_context, env, getattr(env, name)))
+    return env
+
+
+def _in_its_context(env: Any, method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of the environment. Its renderer draws in whichever OpenGL context is current, and frees objects of
+    that one: make it its own first."""
+    env.sim._render_context_offscreen.gl_ctx.make_current()
+    return method(*arguments)
 
 
 def settings_naming(folder: Path, own_assets: Path | None) -> Path:
@@ -46,21 +58,8 @@ def settings_naming(folder: Path, own_assets: Path | None) -> Path:
 def begin(env: Any, task: str, seed: int, init_state: int | None) -> dict[str, np.ndarray]:
     """The first observation of an episode, as published evaluations begin one."""
     env.seed(seed)
-    _make_current(env)
     seen = env.reset()
     return seen if init_state is None else env.set_init_state(initial_states(find_task(task))[init_state])
-
-
-def close(env: Any) -> None:
-    _make_current(env)
-    env.close()
-
-
-def _make_current(env: Any) -> None:
-    """Its renderer frees OpenGL objects of whichever context is current, at a reset too: make that its own."""
-    context = env.sim._render_context_offscreen
-    if context is not None:
-        context.gl_ctx.make_current()
 
 
 def _lend_opengl() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -108,11 +109,11 @@ def compare_with_native(task: str, steps: int) -> None:
                             assert np.array_equal(frames[camera][0], seen[f"{camera}_image"]), f"{camera} {when}"
                     if env.env.object_property_initializers and episode.init_state is None:
                         # Its next reset would draw the articulated fixtures' positions a third time.
-                        stock.close(env)
+                        env.close()
                         env = stock.stock_environment(task, SIZE, CAMERAS)
                 assert_models_equal(env, physics)
             finally:
-                stock.close(env)
+                env.close()
 
 
 @pytest.mark.parametrize("task", often((DRAWER,), SOME))
@@ -168,7 +169,7 @@ def test_a_stove_that_is_on_glows_as_in_the_native_picture_and_is_off_after_a_re
     assert np.array_equal(frames[1][::-1], seen["agentview_image"])
     assert not np.array_equal(frames[0], frames[1]), "the burner does not show"
     assert np.array_equal(frames[0], frames[2]), "the burner is still on after the reset"
-    stock.close(env)
+    env.close()
 
 
 @pytest.mark.slow
@@ -308,6 +309,28 @@ def test_a_closed_environment_frees_its_memory_at_once() -> None:
         assert _addresses() - before < 1e9, "closed environments keep their memory"
     finally:
         gc.enable()
+
+
+def test_an_episode_keeps_no_page_of_the_contacts_of_its_reset() -> None:
+    with closing(LiberoPhysics(TaskSpec(BOWL, cameras=()))) as physics:
+        physics.reset(EpisodeSpec(0, 0))
+        data = physics._data
+        assert data.maxuse_arena > 4e6, "a reset uses the arena"
+        assert _resident(data.contact.dist.__array_interface__["data"][0], data.narena) < 4e5
+        result = physics.step(random_actions(3))
+        assert np.isfinite(result.state).all()
+
+
+def _resident(address: int, length: int) -> int:
+    """Bytes of that memory that are in use by the system's account."""
+    page = resource.getpagesize()
+    begin = address // page * page
+    pages = np.empty((address + length - begin) // page, np.uint8)
+    done = ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(begin), ctypes.c_size_t(len(pages) * page), ctypes.c_void_p(pages.ctypes.data)
+    )
+    assert done == 0
+    return int((pages & 1).sum()) * page
 
 
 def test_a_model_that_nobody_keeps_is_freed_at_once() -> None:

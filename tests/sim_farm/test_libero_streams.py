@@ -36,7 +36,6 @@ def spec_of(task: str) -> TaskSpec:
 
 def begun(env: Any, task: str, trial: int) -> dict[str, np.ndarray]:
     """What a published evaluation's policy sees first in the trial."""
-    stock._make_current(env)
     env.reset()
     env.set_init_state(initial_states(find_task(task))[trial])
     seen: dict[str, np.ndarray] = {}
@@ -73,9 +72,8 @@ def compare_running_stream(task: str, seed: int, trials: tuple[int, ...]) -> Non
                 seen = begun(env, task, trial)
                 assert_begun_alike(env, seen, physics, renderer, EpisodeSpec(seed, trial, resets=trial))
             else:
-                stock._make_current(env)
                 env.reset()
-    stock.close(env)
+    env.close()
 
 
 @pytest.mark.slow
@@ -103,7 +101,7 @@ def test_an_unseeded_reset_leaves_the_traces_that_it_leaves_in_stock_libero(task
         if task == MICROWAVE:
             with_reset, without = (physics.reset(spec).state for spec in (episode, EpisodeSpec(1004, 4)))
             assert not np.array_equal(with_reset, without), "the test does not see whether there was a reset before"
-    stock.close(env)
+    env.close()
 
 
 def test_fixtures_stand_elsewhere_in_each_trial_of_a_stream_and_do_not_depend_on_the_order_of_trials() -> None:

@@ -20,6 +20,7 @@ import functools
 import importlib
 import io
 import itertools
+import mmap
 import types
 import weakref
 import xml.etree.ElementTree as ElementTree
@@ -178,6 +179,16 @@ def free(env: Any) -> None:
     env.robots[0].controller.__dict__.clear()
     env.sim.data._data = None
     env.__dict__.clear()
+
+
+def forget_contacts(data: mujoco.MjData) -> None:
+    """Give back the pages of MuJoCo's arena that its present contacts do not use. A reset, in which the objects are all
+    at one place for a moment, uses 9 MB of it, and a step a hundredth."""
+    arena = data.contact.dist.__array_interface__["data"][0]  # contacts are the first that is in it
+    page = mmap.PAGESIZE
+    begin, end = -(-(arena + data.parena) // page) * page, (arena + data.narena) // page * page
+    with contextlib.suppress(AttributeError):  # elsewhere than on Linux they are kept
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _fields(model: mujoco.MjModel) -> dict[str, np.ndarray]:

@@ -25,6 +25,7 @@ from sim_farm.backends.libero.environment import (
     callers_generator,
     camera_names,
     fast_contact_check,
+    forget_contacts,
     free,
     parts,
     shared_model,
@@ -156,6 +157,7 @@ class LiberoPhysics:
         self._control = control_of(self._env)
         self._steps_left = self.info.max_episode_steps
         self._gain()
+        forget_contacts(self._data)
         return self._result([], [], False, False)
 
     def go_on(self, episode: EpisodeSpec) -> None:

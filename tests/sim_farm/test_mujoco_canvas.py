@@ -1,4 +1,5 @@
-"""Meshes that a picture does not show are left out, and the picture is the one that MuJoCo draws of all."""
+"""A canvas leaves out meshes that a picture does not show, shadows that nothing casts, and textures that it has
+already; its pictures are those that MuJoCo draws of all."""
 
 # pyright: reportAttributeAccessIssue=false
 
@@ -7,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from sim_farm.backends.mujoco_culling import MARGIN, View, spheres
+from sim_farm.backends.mujoco_culling import MARGIN, Culling, View, spheres
 from sim_farm.backends.mujoco_gl import Canvas, mujoco
 
 SIZE = 48
 MESHES = 40
 
 
-def model_xml(mirror: str = "box", light: str = "") -> str:
+def model_xml(mirror: str = "box") -> str:
     """Tetrahedra that lie about a mirror, some of them transparent, before a sky."""
     draw = np.random.default_rng(0)
     meshes, geoms = [], []
@@ -36,7 +39,7 @@ def model_xml(mirror: str = "box", light: str = "") -> str:
         {"".join(meshes)}
       </asset>
       <worldbody>
-        <light pos="0 0 4" castshadow="false" {light}/>
+        <light pos="0 0 4" castshadow="false"/>
         {"".join(geoms[::2])}
         <geom type="{mirror}" size=".7 .5 .1" euler="10 -15 20" material="mirror"/>
         <geom type="box" size=".1 .2 .1" pos="0 .6 .3"/>
@@ -80,6 +83,8 @@ def drawing_of(xml: str) -> Iterator[Drawing]:
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
     with closing(Canvas(model, SIZE)) as canvas:
+        if canvas._culling is None:  # a GPU draws
+            canvas._culling = Culling(model, canvas._scene, canvas._target)
         yield Drawing(model, data, canvas)
 
 
@@ -118,10 +123,12 @@ def test_what_is_left_out_is_not_in_the_mirror_alone(drawing: Drawing) -> None:
     assert (drawing.ours(camera) != ours).any()
 
 
-@pytest.mark.parametrize("xml", [model_xml("plane"), model_xml(light='castshadow="true"')], ids=["plane", "shadows"])
+@pytest.mark.parametrize(
+    "xml", [model_xml("plane"), model_xml().replace('castshadow="false"', "")], ids=["plane", "shadows"]
+)
 def test_all_are_drawn_where_they_show_elsewhere(xml: str) -> None:
     """A mirror without an edge shows what is outside the view, and a shadow falls from it."""
-    for drawing in drawing_of(xml.replace('castshadow="false" castshadow', "castshadow")):
+    for drawing in drawing_of(xml):
         for camera in cameras(10):
             ours = drawing.ours(camera)
             assert drawing.left_out() == (0, 0)
@@ -152,3 +159,33 @@ def test_a_point_is_in_view_where_its_pixel_is_in_the_picture(drawing: Drawing) 
     near = model.vis.map.znear * model.stat.extent
     np.testing.assert_array_equal(View(drawing.canvas._scene).sees(points, np.zeros(500)), within & (-z >= near))
     assert 20 < within.sum() < 400
+
+
+def test_equal_textures_are_there_once(tmp_path: Path) -> None:
+    colours = {"one": (1, 0, 0), "two": (0, 1, 0), "three": (1, 0, 0), "four": (1, 0, 0)}
+    files = {name: tmp_path / f"{name}.png" for name in colours}
+    for name, file in files.items():
+        shape = (32, 8, 3) if name == "four" else (16, 16, 3)  # as many bytes of the same value
+        Image.fromarray(np.full(shape, colours[name], np.uint8) * 255).save(file)
+    textures = "".join(f'<texture type="2d" name="{name}" file="{file}"/>' for name, file in files.items())
+    materials = "".join(f'<material name="{name}" texture="{name}"/>' for name in colours)
+    boxes = "".join(
+        f'<geom type="box" size=".3 .3 .3" pos="0 {y} 0" material="{name}"/>'
+        for y, name in zip((-1.2, -0.4, 0.4, 1.2), colours, strict=True)
+    )
+    view = '<camera name="front" pos="4 0 1" xyaxes="0 1 0 -.2 0 1"/>'
+    xml = f"<mujoco><asset>{textures}{materials}</asset><worldbody>{boxes}{view}</worldbody></mujoco>"
+    for drawing in drawing_of(xml):
+        one, two, three, four = drawing.canvas._target.texture[:4]
+        assert one == three and len({one, two, four}) == 3
+        frame = np.empty((SIZE, SIZE, 3), np.uint8)
+        drawing.canvas.draw(drawing.data, drawing.model.camera("front").id, frame)
+        red, green = frame[:, :, 0] > 60, frame[:, :, 1] > 60
+        assert red.sum() > 2.5 * green.sum() > 0 and not (red & green).any()
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_a_map_of_shadows_is_there_where_a_light_casts_some(casts: bool) -> None:
+    for drawing in drawing_of(model_xml().replace('castshadow="false"', f'castshadow="{str(casts).lower()}"')):
+        assert bool(drawing.canvas._target.shadowFBO) == casts
+        assert drawing.model.vis.quality.shadowsize > 0
