@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,6 +58,10 @@ class Drawing:
     data: mujoco.MjData
     canvas: Canvas
 
+    @property
+    def target(self) -> Any:
+        return self.canvas._target
+
     def ours(self, camera: mujoco.MjvCamera) -> np.ndarray:
         frame = np.empty((SIZE, SIZE, 3), np.uint8)
         self.canvas.draw(self.data, camera, frame)
@@ -65,7 +70,7 @@ class Drawing:
     def all_drawn(self, camera: mujoco.MjvCamera) -> np.ndarray:
         """The picture of a scene as MuJoCo fills it, in the same context."""
         scene, frame = mujoco.MjvScene(self.model, maxgeom=100), np.empty((SIZE, SIZE, 3), np.uint8)
-        kind, rect, target = mujoco.mjtCatBit.mjCAT_ALL.value, mujoco.MjrRect(0, 0, SIZE, SIZE), self.canvas._target
+        kind, rect, target = mujoco.mjtCatBit.mjCAT_ALL.value, mujoco.MjrRect(0, 0, SIZE, SIZE), self.target
         mujoco.mjv_updateScene(self.model, self.data, mujoco.MjvOption(), None, camera, kind, scene)
         mujoco.mjr_render(rect, scene, target)
         mujoco.mjr_readPixels(frame, None, rect, target)
@@ -176,7 +181,7 @@ def test_equal_textures_are_there_once(tmp_path: Path) -> None:
     view = '<camera name="front" pos="4 0 1" xyaxes="0 1 0 -.2 0 1"/>'
     xml = f"<mujoco><asset>{textures}{materials}</asset><worldbody>{boxes}{view}</worldbody></mujoco>"
     for drawing in drawing_of(xml):
-        one, two, three, four = drawing.canvas._target.texture[:4]
+        one, two, three, four = drawing.target.texture[:4]
         assert one == three and len({one, two, four}) == 3
         frame = np.empty((SIZE, SIZE, 3), np.uint8)
         drawing.canvas.draw(drawing.data, drawing.model.camera("front").id, frame)
@@ -187,5 +192,5 @@ def test_equal_textures_are_there_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("casts", [False, True])
 def test_a_map_of_shadows_is_there_where_a_light_casts_some(casts: bool) -> None:
     for drawing in drawing_of(model_xml().replace('castshadow="false"', f'castshadow="{str(casts).lower()}"')):
-        assert bool(drawing.canvas._target.shadowFBO) == casts
+        assert bool(drawing.target.shadowFBO) == casts
         assert drawing.model.vis.quality.shadowsize > 0
