@@ -35,6 +35,8 @@ SHORTER = {
     ("docs/lerobot.md", "embodied record two_cubes"): "--episodes 1",
     ("docs/lerobot.md", "embodied train smolvla_small"): SMALL,
     ("docs/lerobot.md", "embodied train smolvla_two_cubes"): ONE_GROUP,
+    ("docs/lerobot.md", "embodied record libero"): "--episodes 1",
+    ("docs/lerobot.md", "embodied train smolvla_goal"): ONE_GROUP,
     ("docs/lora.md", "embodied train"): SMALL,
     ("docs/operating.md", "EMBODIED_FAULTS"): "--iterations 6",
     ("docs/pi0.md", "embodied record two_cubes"): "--episodes 1",

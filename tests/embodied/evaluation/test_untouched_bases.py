@@ -24,6 +24,7 @@ MOST = {
     "smolvla_two_cubes": 0.1,
     "openvla_oft_two_cubes": 0.1,
     "pi0_goal_small_grpo": 0.1,
+    "smolvla_goal_small": 0.1,
 }
 """Most episodes that the untouched base may solve, with room for their number."""
 
