@@ -365,6 +365,10 @@ class Backend:
     """Published suites of perturbations of its tasks, by name."""
     prepare: Callable[[], None] = lambda: None
     """Makes the simulator's packages importable, before a module that registers tasks imports them."""
+    load: Callable[[str], None] = lambda task: None
+    """`(<backend>/<task>)`: imports what environments need and the backend's module has not imported, and builds what
+    those of the task share. Workers are forks of a process that has called it: it draws nothing, and starts no
+    thread."""
 
 
 class FarmError(Exception):

@@ -1,10 +1,11 @@
 """MuJoCo without OpenGL until the first picture, and the surface on which pictures are drawn.
 
 `import mujoco` binds an OpenGL platform for the life of the process: the one that MUJOCO_GL names, or the
-window system's. Physics wants none, and a machine without a display needs another, so the modules of this
-backend take `mujoco` from here: imported with no platform, unless the user has named one. The first canvas
-chooses: the one that MUJOCO_GL names, else EGL if a device answers, else OSMesa (software). Where the process
-has a requested device (`render_devices`), the canvas is there or raises.
+window system's. Physics wants none, a machine without a display needs another, and a process that has started one
+cannot be forked. So the modules of this backend take `mujoco` from here: imported with no platform. A user's
+`mujoco.Renderer` starts the one that MUJOCO_GL names when it is made. The first canvas chooses: the one that MUJOCO_GL
+names, else EGL if a device answers, else OSMesa (software). Where the process has a requested device
+(`render_devices`), the canvas is there or raises.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ctypes
 import functools
 import importlib
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -96,16 +98,31 @@ if __name__ == "__main__":
 # pyright: reportAttributeAccessIssue=false
 
 
-if "MUJOCO_GL" in os.environ:
-    import mujoco
+PLATFORMS = ("egl", "osmesa", "glfw")
+
+_named = os.environ.get("MUJOCO_GL")
+if _named is not None and _named.lower() not in PLATFORMS:
+    import mujoco  # which refuses it
 else:
     os.environ["MUJOCO_GL"] = "disable"
     try:
         import mujoco
     finally:
-        del os.environ["MUJOCO_GL"]
+        if _named is None:
+            del os.environ["MUJOCO_GL"]
+        else:
+            os.environ["MUJOCO_GL"] = _named
 
-PLATFORMS = ("egl", "osmesa", "glfw")
+
+def _context(width: int, height: int) -> Any:
+    """`mujoco.GLContext` as the user has named it."""
+    assert _named is not None
+    return importlib.import_module(f"mujoco.{_named.lower()}").GLContext(width, height)
+
+
+if _named is not None and _named.lower() in PLATFORMS:
+    mujoco.GLContext = sys.modules[mujoco.Renderer.__module__].gl_context.GLContext = _context
+
 REMEDY = f"`embodied doctor` says what is missing; MUJOCO_GL={'|'.join(PLATFORMS)} selects how to draw"
 UUID_BYTES = 16
 

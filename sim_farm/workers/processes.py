@@ -1,17 +1,17 @@
 """A host whose workers are processes of this machine.
 
-Each is a new Python (`python -c`, not a fork, and not `multiprocessing`'s spawn: the caller's script is not imported
-again and needs no `if __name__ == "__main__"`). It gets its tasks and setups through a pipe, and ends when that pipe
-does, however the caller's process ended. When a farm is closed its processes stay, with the simulator imported, and
-serve the next farm (docs/decisions/0202).
+Each simulator has a fork server, which imports it once (docs/decisions/0221). A process gets its tasks and setups
+through a pipe, and ends when that pipe does, however the caller's process ended. When a farm is closed its processes
+stay, and serve the next farm (docs/decisions/0202).
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import os
 import queue
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +25,7 @@ from functools import partial
 from itertools import cycle, groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from sim_farm.registry import BACKENDS, resolve
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory import slot_layout
 from sim_farm.shared_memory.slot_layout import WorkerMemory
+from sim_farm.workers.fork_server import ENDS_S, ForkServer, forks, may_fork
 from sim_farm.workers.hosts import InProcess, make_worker
 from sim_farm.workers.supervision import (
     NO_LIMIT,
@@ -54,15 +55,13 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LP_NUM_THREADS": "1"}
-"""A worker is one thread on one core; the last variable is for software rendering (llvmpipe)."""
 LOOK_S = 0.1
 """Shortest interval of looks at the workers."""
-ENDS_S = 10.0
-"""Longest time from the end of a process's pipe to its own: the system closes the pipe first."""
 LAST_WORDS, MOST_OUTPUT = 2000, 2**20
 """Longest end of what processes have written that a message repeats, and that is kept, in bytes."""
-_PROGRAM = "import sys; from sim_farm.workers.processes import main; main(int(sys.argv[1]))"
+_PROGRAM = "import sys; from sim_farm.workers.processes import main; main(*sys.argv[1:])"
+IMPORTS_EARLY, IMPORTS_LATE = "early", "late"
+"""Last argument of the program: the server imports the simulator, or each fork does."""
 _BUILDING = (slot_layout.STARTING, slot_layout.BUILDING)
 
 
@@ -84,6 +83,8 @@ class Processes:
         self.start_s, self.silent_s, self.limit = start_s, silent_s, limit
         # Opened for appending: the processes share it, and it is emptied when it is long.
         self._output = None if shows_output else tempfile.TemporaryFile("a+b")  # noqa: SIM115 - for all
+        self._servers: dict[str, ForkServer] = {}
+        """By simulator."""
         self._idle: list[_Process] = []
         self._workers: list[_Worker] = []
         self._described: dict[TaskSpec, TaskInfo | str] = {}
@@ -209,6 +210,9 @@ class Processes:
         """End the processes at once."""
         for process in (*self._idle, *(worker.process for worker in self._workers)):
             process.end()
+        for server in self._servers.values():
+            server.end()
+        self._servers.clear()
         self._idle.clear()
         self._workers.clear()
 
@@ -243,7 +247,12 @@ class Processes:
             worker.process.end()
 
     def _start(self, task: TaskSpec) -> _Process:
-        return _Process(task, self._described, self._output)
+        simulator = _simulator(task)
+        server = self._servers.get(simulator)
+        if server is None or not server.alive:
+            arguments = task.name, json.dumps(BACKENDS), IMPORTS_EARLY  # BACKENDS may have entries of the caller's own
+            server = self._servers[simulator] = ForkServer(_PROGRAM, *arguments, output=self._output)
+        return _Process(simulator, self._described, server)
 
     def _ask(self, task: TaskSpec, process: _Process) -> None:
         if task not in self._described and task not in self._asked:
@@ -321,10 +330,9 @@ class _Worker:
 class _Process:
     """A process that describes the tasks that it is sent, and serves as the workers whose setups it is sent."""
 
-    def __init__(self, task: TaskSpec, described: dict[TaskSpec, TaskInfo | str], output: IO[bytes] | None) -> None:
-        """It imports the task's simulator at once. Its answers are put into `described`; what it writes goes to
-        `output`, or to the terminal."""
-        self.simulator, self._described = _simulator(task), described
+    def __init__(self, simulator: str, described: dict[TaskSpec, TaskInfo | str], server: ForkServer) -> None:
+        """The simulator is that of the server. Answers are put into `described`."""
+        self.simulator, self._described = simulator, described
         self._serving = False
         self.filming = 0
         """Number of episodes to film whose frames were not taken yet."""
@@ -333,27 +341,22 @@ class _Process:
         self.device: RenderDevice | None = None
         self.memory_checks = MemoryChecks(settles=1)  # once built it has all that it needs
         self._connection, far = Pipe()
-        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(far.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
-            pass_fds=[far.fileno()],
-            start_new_session=True,  # the terminal sends Ctrl-C to a whole session; the caller's process decides
-        )
+        self._fork = server.fork(far)
         far.close()
-        self.pid = self._popen.pid
-        self.send(dict(BACKENDS))  # which may have entries of the caller's own
-        self.send(task.name)
+        self.send(server.changed())
+
+    @property
+    def pid(self) -> int:
+        """0 where it does not begin soon."""
+        self._fork.begun(ENDS_S)
+        return self._fork.pid
 
     def may_serve(self, task: TaskSpec, device: RenderDevice | None) -> bool:
         """True if it can be a worker of the task that draws on the device: its simulator is the task's, and it has
         drawn on no other device."""
         return self.simulator == _simulator(task) and (not self.drew or self.device == device)
 
-    def send(self, message: dict[str, str] | str | TaskSpec | WorkerSetup | _Film) -> None:
+    def send(self, message: dict[str, str | None] | TaskSpec | WorkerSetup | _Film) -> None:
         try:
             self._connection.send(message)
         except OSError:  # it has ended: whoever waits for it finds that
@@ -395,8 +398,7 @@ class _Process:
                 return False
             message = self._connection.recv()
         except (EOFError, OSError):
-            with suppress(subprocess.TimeoutExpired):
-                self._popen.wait(ENDS_S)
+            self._fork.ended(ENDS_S)
             return False
         if message is None:
             self._serving = False
@@ -408,18 +410,12 @@ class _Process:
 
     def ended(self) -> str | None:
         """The end of the process, as the end of a sentence; None while it lives."""
-        status = self._popen.poll()
-        if status is None:
-            return None
-        return f"died (signal {-status})" if status < 0 else f"ended (status {status})"
+        return self._fork.ended()
 
     def end(self) -> str | None:
         """End it at once; how it had ended before."""
-        ended = self.ended()
-        self._popen.kill()
-        self._popen.wait()
         self._connection.close()
-        return ended
+        return self._fork.end()
 
 
 def _simulator(task: TaskSpec) -> str:
@@ -430,13 +426,32 @@ def _simulator(task: TaskSpec) -> str:
 # --- in the process
 
 
-def main(descriptor: int) -> None:
-    """The other end of `_Process`; `descriptor` is that of the pipe."""
-    connection, received = Connection(descriptor), queue.SimpleQueue()
+def main(descriptor: str, task: str, backends: str, imports: str) -> None:
+    """The program of a fork server, whose forks are the other ends of `_Process`."""
+    environment = dict(os.environ)
+    BACKENDS.update(json.loads(backends))
+    if imports == IMPORTS_EARLY:
+        _import(task)
+        if not may_fork():
+            os.execve(sys.executable, [*sys.orig_argv[:-1], IMPORTS_LATE], environment)  # noqa: S606
+        gc.collect()
+        gc.freeze()  # a collection in a fork would write to what is shared
+    connection = forks(int(descriptor))
+    if connection is not None:
+        _work(connection, task)
+
+
+def _work(connection: Connection, task: str) -> None:
+    """Describe tasks, film episodes and serve as workers, one after the other."""
+    received: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, received), daemon=True).start()
     cores = os.sched_getaffinity(0)
-    BACKENDS.update(received.get())
-    _import(received.get())
+    for name, value in received.get().items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _import(task)
     filmer = Filmer()
     while True:
         message = received.get()
@@ -469,7 +484,7 @@ def _receive(connection: Connection, received: queue.SimpleQueue) -> None:
 
 def _import(task: str) -> None:
     with suppress(Exception):  # whatever a simulator raises is said where the task is described or built
-        resolve(task)
+        resolve(task)[0].load(task)
 
 
 def _answer(made: Callable[[], T]) -> T | str:

@@ -250,8 +250,9 @@ class Worker:
 
 
 def private_bytes(pid: int | None = None) -> int:
-    """Bytes of memory that a process, this one or another of the machine, shares with no other process; 0 if the
-    system does not say, also of one that has ended."""
+    """Bytes that a process, this one or another of the machine, has in memory and in no file or shared memory; 0 if the
+    system does not say, also of one that has ended. What a fork has of its parent counts in both: counting what is
+    shared takes the system a look at every page, and would make it grow when another fork ends."""
     try:
         pages = Path(f"/proc/{pid or 'self'}/statm").read_text().split()
     except OSError:

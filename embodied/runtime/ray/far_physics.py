@@ -23,8 +23,9 @@ from sim_farm.client.health import done_by
 from sim_farm.contract import FarmError, TaskInfo, TaskSpec, UInt8
 from sim_farm.render_devices import RenderDevice
 from sim_farm.shared_memory.slot_layout import WorkerMemory
+from sim_farm.workers.fork_server import ONE_THREAD
 from sim_farm.workers.hosts import WorkerHandle
-from sim_farm.workers.processes import ONE_THREAD, Processes
+from sim_farm.workers.processes import Processes
 from sim_farm.workers.supervision import Event, Replaced, State, Supervision
 from sim_farm.workers.worker import WorkerSetup
 

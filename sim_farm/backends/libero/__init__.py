@@ -22,6 +22,7 @@ what a new stock environment shows: `env.seed(seed); env.reset()`, then `env.set
 """
 
 from sim_farm.backends.libero import plus, pro
+from sim_farm.backends.libero.environment import load
 from sim_farm.backends.libero.package import prepare
 from sim_farm.backends.libero.physics import LiberoPhysics
 from sim_farm.backends.libero.renderer import LiberoRenderer
@@ -40,4 +41,5 @@ BACKEND = Backend(
     axes={"camera": 10.0, "start": 0.1, "objects": 0.01, "posture": 0.0, "task file": 0.0},
     suites={"libero-plus": plus.SUITE, "libero-pro": pro.SUITE},
     prepare=prepare,
+    load=load,
 )

@@ -33,8 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sim_farm.backends.libero.assets import assets
+from sim_farm.backends.libero.control import COMPILED
 from sim_farm.backends.libero.package import prepare
-from sim_farm.backends.libero.tasks import LiberoTask
+from sim_farm.backends.libero.tasks import LiberoTask, find_task
 from sim_farm.backends.mujoco_gl import mujoco
 from sim_farm.contract import FarmError, UInt8
 
@@ -141,6 +142,12 @@ def shared_model(task: LiberoTask) -> SharedModel:
     if found is None:
         found = _used[task] = _compiled(task)
     return found
+
+
+def load(task: str) -> None:
+    """Import what environments are made of, and compile the task's model."""
+    shared_model(find_task(task))
+    importlib.import_module(COMPILED)
 
 
 def _compiled(task: LiberoTask) -> SharedModel:
