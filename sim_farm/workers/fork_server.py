@@ -106,7 +106,7 @@ class Fork:
         if self.begun() and self._ended is None and wait([self._handle], timeout_s):
             # The server reports the status when the process is gone for good, zombie and all.
             status = self._channel.recv(NUMBER_BYTES) if wait([self._channel], ENDS_S) else b""
-            self._ended = _in_words(int(status)) if status else "ended after its server"
+            self._ended = _in_words(int(status)) if status else "ended, and its fork server does not say how"
         return self._ended
 
     def end(self) -> str | None:

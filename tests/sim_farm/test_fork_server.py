@@ -86,12 +86,12 @@ def test_a_lost_server_is_replaced_when_it_is_needed(blow: signal.Signals) -> No
         collect(farm, trace)
         first, second = host.pids()
         host.signal(0, signal.SIGKILL)
+        request(farm, 1)  # a worker without work is never silent
         host.silent_s = 10.0
         until(lambda: (host.watch(), host._servers["tabletop"] is not server)[1])
         host.silent_s = 240.0
         until(lambda: (host.watch(), host.take_replaced())[1])
         assert host.pids()[0] != first and host.pids()[1] == second
-        request(farm, 1)
         collect(farm, trace)
     assert_same(run(TWO, chunks=2), trace, "a lost server changes results")
     assert not psutil.pid_exists(server._popen.pid)
@@ -114,11 +114,13 @@ time.sleep(600)
 @pytest.mark.parametrize("how", ["close", "kill"])
 def test_no_process_is_left_when_the_host_is_closed_or_its_process_killed(how: str) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER, how], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None and owner.stdout.readline() == "here\n"
-        family = psutil.Process(owner.pid).children(recursive=True)
-        family = [process for process in family if "resource_tracker" not in " ".join(process.cmdline())]
-        assert len(family) == (0 if how == "close" else 3), "the server and two processes"
-        owner.kill()
+        try:
+            assert owner.stdout is not None and owner.stdout.readline() == "here\n"
+            everyone = psutil.Process(owner.pid).children(recursive=True)
+            family = [process for process in everyone if "resource_tracker" not in " ".join(process.cmdline())]
+        finally:
+            owner.kill()
+    assert len(family) >= 2 if how == "kill" else not family, "a server and a process that has described its task"
     _, alive = psutil.wait_procs(family, timeout=240)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
