@@ -59,7 +59,10 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > LARGEST_JSON:
             raise PolicyError(f"{path} has {size} bytes; at most {LARGEST_JSON} are read")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(data, ensure_ascii=False).encode()  # half a pair of surrogates is no text
     except FileNotFoundError:
         hint = import_hint(path.parent) if path.name == CONFIG else ""
         raise PolicyError(f"incomplete checkpoint: {path} is missing{hint}") from None

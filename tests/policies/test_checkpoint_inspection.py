@@ -76,6 +76,15 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         inspect_checkpoint(tmp_path)
 
 
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    """JSON can write half a pair of surrogates (`\\ud800`); no path, terminal or digest takes one."""
+    folder = Path(shutil.copytree(GOLDEN / "pi05/checkpoint_lerobot", tmp_path / "half"))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repo_id": "\ud800"}))
+    with pytest.raises(PolicyError, match="config.json cannot be read.*surrogates not allowed"):
+        inspect_checkpoint(folder)
+
+
 def shown(folder: Path) -> None:
     """All that is said of a checkpoint, as a program prints it."""
     json.dumps(asdict(inspect_checkpoint(folder)))
