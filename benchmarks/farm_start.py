@@ -34,6 +34,8 @@ class FarmStart:
     cameras: int = 0
     num_envs: int = 2
     workers: int = 2
+    render_workers: int = 0
+    """None: workers draw what they simulate."""
     json: Path | None = None
     """Write the result to this file."""
 
@@ -54,7 +56,13 @@ class Started:
 
 def measure(config: FarmStart) -> Started:
     task = TaskSpec(config.task, cameras=config.cameras)
-    spec = FarmSpec(task, EndlessEpisodes(config.num_envs), config.num_envs, physics_workers=config.workers)
+    spec = FarmSpec(
+        task,
+        EndlessEpisodes(config.num_envs),
+        config.num_envs,
+        physics_workers=config.workers,
+        render_workers=config.render_workers,
+    )
     begin = time.perf_counter()
     with closing(Processes(DEADLINE_S, DEADLINE_S)) as host, closing(Farm.create(spec, host)) as farm:
         farm.reset(0)
