@@ -188,6 +188,16 @@ class RealTimeChunks(Protocol):
 
 
 @runtime_checkable
+class VariesInLength(Protocol):
+    """A policy whose decisions are of a length that depends on what is decided, as answers in tokens are."""
+
+    def longest(self, inputs: Inputs, noise: Tensor) -> Mapping[str, Tensor]:
+        """The trace of a decision of the greatest length. Computed are the passes of it that take the most memory, with
+        nothing drawn: the policy's weights may be tensors without numbers. No gradient."""
+        ...
+
+
+@runtime_checkable
 class CountsWork(Protocol):
     """A policy whose needed arithmetic and memory traffic are counted from its network's modules."""
 
@@ -269,7 +279,7 @@ class SampledElsewhere(Protocol):
 
 PROTOCOLS: tuple[type, ...] = (
     *(Imitates, ImitatesEarlier, Precomputes, Observes, Normalises, HasUnits, ResizesFrames, Predicts, Ensembles),
-    *(RealTimeChunks, HasAdapter, Quantises, CountsWork, GathersInGroups, SampledElsewhere),
+    *(RealTimeChunks, HasAdapter, Quantises, VariesInLength, CountsWork, GathersInGroups, SampledElsewhere),
 )
 METHODS = {
     name: protocol.__name__

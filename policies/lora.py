@@ -388,7 +388,8 @@ def base_digest(model: AdaptedModel) -> str:
     digest = hashlib.sha256()
     for name in model.digested:
         # Rounded, so that the same base has the same digest in float32 and in bfloat16.
-        digest.update(state[name].detach().cpu().bfloat16().float().numpy().tobytes())
+        if not state[name].is_meta:  # as within `random_weights.undrawn`
+            digest.update(state[name].detach().cpu().bfloat16().float().numpy().tobytes())
     return digest.hexdigest()
 
 

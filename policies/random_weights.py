@@ -5,7 +5,9 @@ gigabytes are neither written nor read; and the words of their tokenizers.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +31,25 @@ FURTHER_WORDS = (
     "top bottom front back onto into from on in of to at with near up down over behind beside point"
 )
 """Further whole words of the tokenizers: for speed a prompt's length is what counts."""
+_UNDRAWN = ContextVar("undrawn", default=False)
 SINGLE = ("\n", *string.ascii_letters, *string.digits, *string.punctuation)
 """Characters with which they spell other words."""
+
+
+@contextmanager
+def undrawn() -> Iterator[None]:
+    """Within, networks of random weights are built without numbers, on the meta device: 15 GB are neither drawn nor
+    held where shapes alone count, as for a prediction of memory."""
+    token = _UNDRAWN.set(True)
+    try:
+        yield
+    finally:
+        _UNDRAWN.reset(token)
+
+
+def drawn_on() -> torch.device:
+    """The device that random weights are drawn on: torch's default device, or the meta device within `undrawn`."""
+    return torch.device("meta") if _UNDRAWN.get() else torch.get_default_device()
 
 
 def empty_network(path: Path, build: Callable[[], N]) -> N:
@@ -69,16 +88,21 @@ def draw_network(
     dtype_of: Callable[[str], torch.dtype],
     scale_of: Callable[[str], float] = lambda name: 1.0,
 ) -> torch.Generator:
-    """Give an empty network random weights, on torch's default device. The functions give the dtype of a parameter, and
-    the `scale` of `draw` for it, by its name. Returns the generator, which may draw more."""
-    device = torch.get_default_device()
+    """Give an empty network random weights, on the device of `drawn_on`. The functions give the dtype of a parameter,
+    and the `scale` of `draw` for it, by its name. Returns the generator, which may draw more."""
+    device = drawn_on()
     for name, parameter in network.named_parameters():
         parameter.data = parameter.data.to(dtype_of(name))
     network.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = generator_on(device, seed)
     for name, tensor in network.state_dict().items():
         draw(name, tensor, generator, scale_of(name))
     return generator
+
+
+def generator_on(device: torch.device, seed: int) -> torch.Generator:
+    """A generator for tensors on the device; nothing is drawn on the meta device."""
+    return torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
 
 
 def draw(name: str, tensor: Tensor, generator: torch.Generator, scale: float = 1.0) -> None:
@@ -86,6 +110,8 @@ def draw(name: str, tensor: Tensor, generator: torch.Generator, scale: float = 1
 
     Matrices keep activations of order one, biases are near zero, and other vectors near `scale`.
     """
+    if tensor.is_meta:
+        return
     with torch.no_grad():
         if tensor.dim() > 1:
             tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)

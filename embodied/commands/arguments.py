@@ -88,6 +88,9 @@ class SftArguments:
     """auto: continue from the newest checkpoint of the run called --name, or begin that run."""
     dry_run: bool = False
     """Check everything and print shapes, memory of each rank and placement; start no worker and train nothing."""
+    card: Annotated[float, Field(gt=0)] | None = None
+    """With --dry-run: memory in GB of the card that a rank is to fit on (16, 24, 40, 48, 80, 96, 141). None: that of
+    this machine's GPU, if any."""
     runs_dir: Path = RUNS
     """Folder of the runs."""
     quiet: bool = False

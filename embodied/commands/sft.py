@@ -30,7 +30,7 @@ def run(args: Arguments) -> dict[str, Any]:
     if args.dry_run:
         from embodied.training.dry_run import sft_dry_run
 
-        return sft_dry_run(begun_from(settings, args.runs_dir, args.resume == "auto", STAGE))
+        return sft_dry_run(begun_from(settings, args.runs_dir, args.resume == "auto", STAGE), args.card)
     return sft_run(settings, args.config, args.runs_dir, args.resume == "auto")
 
 

@@ -1,71 +1,34 @@
 """Predicted memory of a run on one card, by part, and the smallest change of settings with which it fits.
 
-Weights, gradients and moments are counted. What a decision and an update take beside them is predicted:
-the policy is copied to tensors without numbers (`FakeTensorMode`), and computes one decision
-and one micro-batch. Every operation's result is counted from when it is made until nothing refers to it: activations,
-what the backward pass keeps, and what a product takes for a moment. What an allocator adds by rounding, and what
-libraries take for themselves, is not counted.
+Weights, gradients, moments and the average of the weights are counted. What a decision and an update take beside them
+is predicted: the policy is copied to tensors without numbers (`Uncomputed`), decides once, and takes a step of the
+run's own optimiser. Every operation's result is counted from when it is made until nothing refers to it: activations,
+what the backward pass keeps, and what a product or a step takes for a moment. What an allocator adds by rounding, and
+what libraries take for themselves, is not counted.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from embodied.config.schema import Config
 from embodied.errors import UserError
+from embodied.learning.optimizer import OptimizerSteps, make_optimizer
+from embodied.learning.parallel import ReplicatedPolicy
 from embodied.learning.quantised_adam import BLOCK, LEAST
 from embodied.learning.recompute import recompute
+from embodied.planning.uncomputed import Uncomputed
+from embodied.runtime.ranks import Ranks
+from policies.capabilities import HasAdapter, Imitates, Precomputes, VariesInLength, earlier_actions
 from policies.contract import Inputs, Policy
 from policies.errors import PolicyError
 from policies.quantised import library
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts bytes of the tensors that operations within make, while they are referred to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def ignore(self, tensors: Any) -> None:
-        """Leave out the memory of these tensors, which were there before."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
-        return found
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._known:
-            return
-        self._known.add(storage._cdata)
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage._cdata, size)
-
-    def _free(self, pointer: int, size: int) -> None:
-        self._known.discard(pointer)
-        self.now -= size
-
 
 CARDS = (16, 24, 40, 48, 80, 96, 141)
 """Memory of usual cards in GB (1e9 bytes)."""
@@ -85,54 +48,87 @@ class CardMemory:
     gradients: int
     moments: int
     average: int
+    reference: int
+    """Weights of the frozen copy that the loss draws the policy to (`loss.reference_kl`)."""
     decision: int | None
     """Most that a decision takes beside them, keys and values among it; None: not predicted."""
     update: int | None
-    """Most that a micro-batch takes: activations, and what a product takes for a moment."""
+    """Most that an update takes: activations of a micro-batch, and what a product or a step takes for a moment."""
 
     @property
     def total(self) -> int:
         """Decisions and updates take turns."""
-        lasting = self.frozen + self.trained + self.gradients + self.moments + self.average
+        lasting = self.frozen + self.trained + self.gradients + self.moments + self.average + self.reference
         return lasting + max(self.decision or 0, self.update or 0)
 
     def fits(self, card_gb: float) -> bool:
         return self.total + RESERVE <= card_gb * 1e9
 
 
-def card_memory(config: Config, policy: Policy, inputs: Inputs, *, acting: int, learning: int) -> CardMemory:
-    """Predict the memory with decisions of `acting` rows and micro-batches of `learning`; `inputs` are of one row."""
+@dataclass(frozen=True)
+class Passes:
+    """The passes over the policy that a run computes on its card."""
+
+    inputs: Inputs
+    """Of one row."""
+    acting: int
+    """Rows of a decision."""
+    learning: int
+    """Rows of a micro-batch."""
+    of_a_step: int = 1
+    """Micro-batches of an optimiser step."""
+    critic: bool = True
+    """The value head is trained too."""
+    imitates: bool = False
+    """The loss is that of imitation, and no value head is trained."""
+
+    @property
+    def trains_critic(self) -> bool:
+        return self.critic and not self.imitates
+
+
+def card_memory(config: Config, policy: Policy, passes: Passes) -> CardMemory:
+    """Predict the memory of the policy with the run's optimiser. The policy stays as it is, and may be one without
+    numbers (`random_weights.undrawn`)."""
     every = [*policy.parameters()]
+    critic = {id(p) for p in policy.value_head.parameters()}
     trained = [p for p in every if p.requires_grad]
-    size = sum(p.numel() * p.element_size() for p in trained)
-    packed = [p for p in trained if p.numel() >= LEAST] if config.optim.moments else []
+    stepped = [p for p in trained if passes.trains_critic or id(p) not in critic]
+    gradients = _size(stepped)
+    packed = [p for p in stepped if p.numel() >= LEAST] if config.optim.moments else []
     numbers = sum(p.numel() for p in packed)
-    moments = 2 * (size - sum(p.numel() * p.element_size() for p in packed)) + 2 * (numbers + 4 * numbers // BLOCK)
-    if config.optim.recompute:
-        recompute(policy)
-    found = peaks(policy, inputs, acting=acting, learning=learning)
+    moments = 2 * (gradients - _size(packed)) + 2 * (numbers + 4 * numbers // BLOCK)
+    average = 4 * sum(p.numel() for p in stepped) if config.optim.ema is not None else 0
+    drawn_to = config.loss.reference_kl and not passes.imitates
+    drawn_to = drawn_to and not (isinstance(policy, HasAdapter) and policy.has_new_adapter)
+    found = peaks(config, policy, passes)
     return CardMemory(
-        frozen=sum(p.numel() * p.element_size() for p in every if not p.requires_grad),
-        trained=size,
-        gradients=size,
+        frozen=_size(every) - _size(trained),
+        trained=_size(trained),
+        gradients=gradients,
         moments=moments,
-        average=4 * sum(p.numel() for p in trained) if config.optim.ema is not None else 0,
+        average=average,
+        reference=_size(every) if drawn_to else 0,
         decision=None if found is None else found.decision,
-        update=None if found is None else found.update,
+        update=None if found is None else max(0, found.learning - gradients - moments - average),
     )
 
 
-def smallest_change(config: Config, predict: Builds, card_gb: float, rows: int, adapted: bool) -> Config | None:
-    """The configuration with the fewest and cheapest changes that fits on the card; None: none does. `rows`: samples of
-    a micro-batch now; `adapted`: an adapter hangs on the policy, whose base can be quantised."""
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def smallest_change(config: Config, predict: Builds, card_gb: float, adapted: bool) -> Config | None:
+    """The configuration with the fewest and cheapest changes that fits on the card; None: none does. `adapted`: an
+    adapter hangs on the policy, whose base can be quantised."""
     one: Mapping[str, Mapping[str, Any]] = {"optim": {"micro_batch": 1}}
     steps: list[Mapping[str, Mapping[str, Any]]] = [one, {"optim": {"recompute": True}}]
     if config.optim.sharding != "sharded":  # which divides a policy, and leaves its numbers as they are
         steps += [{"optim": {"moments": "int8"}}]
         steps += [{"policy": {"base": "int8"}}, {"policy": {"base": "nf4"}}] if adapted else []
     together = [steps[: count + 1] for count in range(1, len(steps))]
-    for changes in [[step] for step in steps] + together:
-        changed = _changed(config, changes)
+    for each in [[step] for step in steps] + together:
+        changed = _changed(config, each)
         try:
             if changed.optim.moments is not None:
                 library()
@@ -141,12 +137,25 @@ def smallest_change(config: Config, predict: Builds, card_gb: float, rows: int, 
             continue
         if not fits:
             continue
-        if changes != [one]:
+        if each != [one]:
             return changed
-        halves = [rows >> power for power in range(1, rows.bit_length())]
-        larger = (_changed(config, [{"optim": {"micro_batch": half}}]) for half in halves if half > 1)
-        return next((each for each in larger if predict(each).fits(card_gb)), changed)
+        micro_batch = 1
+        while predict(larger := _changed(config, [{"optim": {"micro_batch": 2 * micro_batch}}])).fits(card_gb):
+            micro_batch, changed = 2 * micro_batch, larger
+        return changed
     return None
+
+
+def changes(before: Config, after: Config) -> str:
+    """The changed settings as they are typed."""
+    found = []
+    for section in ("optim", "policy"):
+        old, new = getattr(before, section), getattr(after, section)
+        for name in type(old).model_fields:
+            value = getattr(new, name)
+            if getattr(old, name) != value:
+                found.append(f"--{section}.{name} {str(value).lower() if isinstance(value, bool) else value}")
+    return " ".join(found)
 
 
 def _changed(config: Config, changes: Sequence[Mapping[str, Mapping[str, Any]]]) -> Config:
@@ -159,64 +168,98 @@ def _changed(config: Config, changes: Sequence[Mapping[str, Mapping[str, Any]]])
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes beside what lasts."""
+    """Most bytes that are allocated beside the weights."""
 
     decision: int
-    """Most that is allocated during a decision, keys and values among it."""
-    update: int
-    """Most that is allocated during forward and backward pass of a micro-batch, without the gradients of trained
-    weights."""
+    """During a decision, keys and values among it."""
+    learning: int
+    """During optimiser steps: gradients, moments and the average of the weights among it."""
 
 
-def peaks(policy: Policy, inputs: Inputs, *, acting: int, learning: int) -> Peaks | None:
-    """Predict them for decisions of `acting` rows and micro-batches of `learning`; `inputs` are of one row. None for a
-    policy whose computation depends on numbers, as the length of an answer does, or does not run on tensors without."""
+def peaks(config: Config, policy: Policy, passes: Passes) -> Peaks | None:
+    """Predict them. None for a policy that does not run on tensors without numbers, or cannot be copied."""
     try:
-        return _peaks(policy, inputs, acting, learning)
+        return _peaks(config, policy, passes)
     except (PolicyError, UserError):
         raise
     except Exception:  # whatever a policy of one's own does that such tensors or a copy of it do not allow
         return None
 
 
-def _peaks(policy: Policy, inputs: Inputs, acting: int, learning: int) -> Peaks:
-    acted, learned = (inputs.rows(torch.zeros(count, dtype=torch.int64)) for count in (acting, learning))
-    with _fake(policy) as (there, fake):
-        rows = _moved(acted, there)
-        noise = torch.zeros(acting, policy.noise_dim)
-        with LiveBytes() as live:
-            live.ignore([*fake.parameters(), *fake.buffers()])
-            fake.act(rows, noise)
-        decision = live.peak
-        rows = _moved(learned, there)
-        action = fake.act(rows, torch.zeros(learning, policy.noise_dim))
-        trace = {name: tensor.detach() for name, tensor in action.trace.items()}
-        trained = [p for p in fake.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        del action
-        with LiveBytes() as live:
-            live.ignore([*fake.parameters(), *fake.buffers(), *(p.grad for p in trained if p.grad is not None)])
-            terms = fake.evaluate(rows, trace)
-            (terms.log_prob.sum() + terms.entropy.sum() + terms.value.sum()).backward()
-        return Peaks(decision, live.peak)
-
-
-@contextmanager
-def _fake(policy: Policy) -> Iterator[tuple[Callable[[Tensor | None], Any], Policy]]:
-    """The policy without numbers on the meta device, and a function that takes other tensors there."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def there(tensor: Tensor | None) -> Any:
-        with mode:
-            return None if tensor is None else mode.from_tensor(tensor.detach())
-
+def _peaks(config: Config, policy: Policy, passes: Passes) -> Peaks:
+    acted, learned = (
+        passes.inputs.rows(torch.zeros(count, dtype=torch.int64)) for count in (passes.acting, passes.learning)
+    )
     own = [*policy.parameters(), *policy.buffers()]
-    copied = copy.deepcopy(policy, {id(t): there(t).requires_grad_(t.requires_grad) for t in own})
-    with mode:
-        yield there, copied
+    blank = copy.deepcopy(policy, {id(tensor): _blank(tensor) for tensor in own})
+    own = [*blank.parameters(), *blank.buffers()]
+    if config.optim.recompute:
+        recompute(blank)
+    with Uncomputed() as decision:
+        decision.ignore(own)
+        _decide(blank, _given(acted), torch.zeros(passes.acting, policy.noise_dim))
+    trace: Mapping[str, Tensor] = {}
+    if not passes.imitates:
+        with Uncomputed():
+            trace = _decide(blank, learned, torch.zeros(passes.learning, policy.noise_dim))
+    with Uncomputed() as learning:
+        learning.ignore(own)
+        _learn(config, blank, passes, learned, trace)
+    return Peaks(decision.peak, learning.peak)
 
 
-def _moved(found: Inputs, there: Callable[[Tensor | None], Any]) -> Inputs:
-    frames: Mapping[str, Tensor] = {name: there(frame) for name, frame in found.frames.items()}
-    return replace(found, state=there(found.state), proprio=there(found.proprio), frames=frames)
+def _blank(tensor: Tensor) -> Tensor:
+    """A tensor in place of a policy's: a parameter without numbers, or a copy of a buffer that has some."""
+    if isinstance(tensor, nn.Parameter) or tensor.is_meta:
+        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return found.requires_grad_(tensor.requires_grad)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _decide(policy: Policy, rows: Inputs, noise: Tensor) -> Mapping[str, Tensor]:
+    """The trace of a decision."""
+    if isinstance(policy, VariesInLength):
+        return policy.longest(rows, noise)
+    with torch.no_grad():
+        return policy.act(rows, noise).trace
+
+
+def _learn(config: Config, policy: Policy, passes: Passes, rows: Inputs, trace: Mapping[str, Tensor]) -> None:
+    """An optimiser step that is not the first: moments and the average of the weights are there. What is not the
+    policy's is copied for a pass, as it is from the host's memory."""
+    optim = config.optim
+    value_lr = optim.value_lr if passes.trains_critic else None
+    optimizer = make_optimizer(policy, optim, policy_lr=optim.policy_lr, value_lr=value_lr, eps=optim.adam_eps)
+    steps = OptimizerSteps(ReplicatedPolicy(policy, Ranks()), optimizer, optim)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    steps.take()
+    if optim.epochs > 1 and not passes.imitates and isinstance(policy, Precomputes):
+        trace = {**trace, **policy.precompute(_given(rows))}
+    if passes.of_a_step == 1:
+        steps.begin()  # else the gradient of other passes is there
+    _loss(policy, passes, rows, trace).backward()  # type: ignore[no-untyped-call]
+    steps.norm()
+    steps.take()
+
+
+def _loss(policy: Policy, passes: Passes, rows: Inputs, trace: Mapping[str, Tensor]) -> Tensor:
+    """A scalar with the graph of the run's loss."""
+    if passes.imitates:
+        assert isinstance(policy, Imitates)
+        count, spec = passes.learning, policy.spec
+        steps = earlier_actions(policy) + spec.predicted
+        actions = torch.zeros(count, steps, spec.action_dim)
+        counted = torch.ones(count, steps, dtype=torch.bool)
+        return policy.imitate(_given(rows), actions, counted, torch.zeros(count, policy.noise_dim)).sum()
+    terms = policy.evaluate(_given(rows), {name: tensor.clone() for name, tensor in trace.items()})
+    loss = terms.log_prob.sum() + terms.entropy.sum()
+    return loss + terms.value.sum() if passes.critic else loss
+
+
+def _given(rows: Inputs) -> Inputs:
+    """A copy of the observations, as a card is given them."""
+    frames = {name: frame.clone() for name, frame in rows.frames.items()}
+    state, proprio = (None if part is None else part.clone() for part in (rows.state, rows.proprio))
+    return replace(rows, frames=frames, state=state, proprio=proprio)

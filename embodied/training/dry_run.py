@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich import get_console
 
 from embodied.config.schema import Config
 from embodied.devices import decide
+from embodied.errors import UserError
 from embodied.execution.assignment import (
     HERE,
     Assignment,
@@ -24,7 +25,7 @@ from embodied.execution.assignment import (
 )
 from embodied.learning.optimizer import make_optimizer
 from embodied.learning.sharding import rank_bytes
-from embodied.planning.memory import CARDS, RESERVE, CardMemory, card_memory, smallest_change
+from embodied.planning.memory import CARDS, RESERVE, CardMemory, Passes, card_memory, changes, smallest_change
 from embodied.rollout.policy_worker import blank_inputs
 from embodied.training.checks import Checked, check_described, check_start, require_rows
 from embodied.training.imitator import ADAM_EPS
@@ -33,7 +34,7 @@ from embodied.trajectories.memory import MemoryLayout, MemoryShape
 from embodied.workflows.context import make_policy, policy_spec
 from embodied.workflows.run_spec import RunSpec, task_spec
 from embodied.workflows.sizes import holds_shards
-from policies.contract import Policy
+from policies.contract import Policy, PolicySpec
 from policies.lora import AdaptedPolicy
 from policies.quantised import count_weights
 from sim_farm.contract import TaskInfo
@@ -51,28 +52,35 @@ def dry_run(config: Config, card: float | None = None) -> dict[str, Any]:
     infos = [InProcess().describe(task.spec) for task in run.tasks]
     if not checked.is_quick:
         check_described(checked, infos)
-    policy = make_policy(config, policy_spec(config, infos[0]))
+    spec = policy_spec(config, infos[0])
+    policy = make_policy(config, spec)
+
+    def predict(changed: Config, policy: Policy) -> CardMemory:
+        return card_memory(changed, policy, _passes(RunSpec.of(changed), policy, infos))
+
+    memory = predict(config, policy)
     return _shown(
         {
             "tasks": [_task(info) for info in infos],
             "policy": _policy(config, policy, infos[0]),
             "iteration": _iteration(run, infos),
-            "bytes": _bytes(run, policy, infos),
+            "bytes": _parts(memory) | _bytes(run, policy, infos),
             "placement": _placement(run),
-            **_card(run, policy, infos, card or _card_found()),
+            **_card(config, policy, spec, memory, predict, card),
         }
     )
 
 
-def sft_dry_run(config: Config) -> dict[str, Any]:
-    """Check a training from demonstrations, ask an environment for its sizes, build the policy, and open the data where
-    it is named. Returns the figures that it prints."""
+def sft_dry_run(config: Config, card: float | None = None) -> dict[str, Any]:
+    """Check a training from demonstrations, ask an environment for its sizes, build the policy, open the data where it
+    is named, and predict the memory on a card as `dry_run` does. Returns the figures that it prints."""
     checked = Checked(command="sft", config=config)
     check_start(checked)
     info = InProcess().describe(task_spec(config))
     if not checked.is_quick:
         check_described(checked, [info])
-    policy = make_policy(config, policy_spec(config, info), device="cpu")
+    spec = policy_spec(config, info)
+    policy = make_policy(config, spec, device="cpu")
     data: dict[str, Any] = {}
     rows = None
     if config.sft.data:
@@ -88,6 +96,14 @@ def sft_dry_run(config: Config) -> dict[str, Any]:
     make_optimizer(policy, config.optim, policy_lr=config.sft.lr, value_lr=None, eps=ADAM_EPS)  # raises for no decay
     trained, whole = (_count(policy, trained=trained) for trained in (True, False))
     sharded = ranks > 1 and holds_shards(config, trained, whole, "cuda" in (places[0].device or ""))
+
+    def predict(changed: Config, policy: Policy) -> CardMemory:
+        rows = min(changed.optim.micro_batch or batch, share)
+        inputs = blank_inputs(policy, info, changed.policy.reads)
+        passes = Passes(inputs, rows, rows, of_a_step=math.ceil(share / rows), imitates=True)
+        return card_memory(changed, policy, passes)
+
+    memory = predict(config, policy)
     found = {
         "task": _task(info),
         "policy": _policy(config, policy, info),
@@ -99,12 +115,14 @@ def sft_dry_run(config: Config) -> dict[str, Any]:
             "micro_batch": micro_batch,
             "passes_of_a_step": math.ceil(share / micro_batch),
         },
-        "bytes": rank_bytes(policy, ranks, sharded, config.optim.ema is not None),
+        "bytes": rank_bytes(policy, ranks, sharded, config.optim.ema is not None)
+        | {"update": memory.update or 0, "at_most_at_once": memory.total},
         "placement": {
             "ranks": ranks,
             "each_has": "a shard of the policy" if sharded else "the whole policy",
             "on": ", ".join(dict.fromkeys(place.device or "cpu" for place in places[:ranks])),
         },
+        **_card(config, policy, spec, memory, predict, card),
     }
     return _shown(found)
 
@@ -168,38 +186,37 @@ def _iteration(run: RunSpec, infos: list[TaskInfo]) -> dict[str, Any]:
     }
 
 
+def _parts(memory: CardMemory) -> dict[str, int]:
+    """Memory of the policy by part; without those that this run has not."""
+    optional = ("average", "reference")
+    parts = {name: size for name, size in asdict(memory).items() if size is not None and (size or name not in optional)}
+    return {"weights": memory.frozen + memory.trained, **parts, "at_most_at_once": memory.total}
+
+
 def _bytes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> dict[str, int]:
-    """Memory by part; trajectories and frames are the host's."""
+    """Memory of trajectories and frames, which is the host's."""
     inputs = blank_inputs(policy, infos[0], run.config.policy.reads)
     rounds = memory_rounds(run, 0, infos)
     shape = MemoryShape.of(rounds, run.environments, policy.spec.cameras, infos, history_of(run.config))
     with torch.no_grad():
         layout = MemoryLayout.of(shape, inputs, decide(policy, inputs, torch.zeros(1, policy.noise_dim)))
     frames = nbytes_of(frame_rows(run, 0, infos), len(policy.spec.cameras), policy.spec.image_size)
-    memory = _card_memory(run, policy, infos)
-    parts = {name: size for name, size in asdict(memory).items() if size is not None and (size or name != "average")}
     return {
-        "weights": memory.frozen + memory.trained,
-        **parts,
-        "at_most_at_once": memory.total,
         "trajectories": sum(field.nbytes for field in layout.fields.values()),
         "frames": frames if policy.spec.cameras else 0,
     }
 
 
-def _card_memory(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> CardMemory:
-    """Memory of the policy on one card that holds all of it; it decides for a group of environments at once."""
-    config = run.config
+def _passes(run: RunSpec, policy: Policy, infos: list[TaskInfo]) -> Passes:
+    """The passes of a run whose card holds all of the policy, which decides for a group of environments at once."""
+    config, optim = run.config, run.config.optim
     acting = max(math.ceil(task.env.num_envs / config.farm.groups) for task in run.tasks)
-    inputs = blank_inputs(policy, infos[0], config.policy.reads)
-    return card_memory(config, policy, inputs, acting=acting, learning=_micro_batch(run, infos))
-
-
-def _micro_batch(run: RunSpec, infos: list[TaskInfo]) -> int:
-    """Samples of a forward pass."""
-    optim, samples = run.config.optim, run.environments * run.rounds(infos)
+    samples = run.environments * run.rounds(infos)
     minibatch = min(optim.minibatch or samples, samples)
-    return min(optim.micro_batch or minibatch, minibatch)
+    rows = min(optim.micro_batch or minibatch, minibatch)
+    inputs = blank_inputs(policy, infos[0], config.policy.reads)
+    of_a_step = math.ceil(minibatch / rows)
+    return Passes(inputs, acting, rows, of_a_step=of_a_step, critic=run.recipe.critic)
 
 
 def _card_found() -> float | None:
@@ -207,27 +224,38 @@ def _card_found() -> float | None:
     return torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else None
 
 
-def _card(run: RunSpec, policy: Policy, infos: list[TaskInfo], card: float | None) -> dict[str, Any]:
-    """The verdict: the run fits on the card, or fits with a change of settings, or does not. Empty without a card."""
+def _card(
+    config: Config,
+    policy: Policy,
+    spec: PolicySpec,
+    memory: CardMemory,
+    predict: Callable[[Config, Policy], CardMemory],
+    card: float | None,
+) -> dict[str, Any]:
+    """The verdict: the run fits on the card, or fits with a change of settings, or does not. Empty without a card.
+    Raises `UserError` for a card that would not even hold what the driver needs."""
+    card = card or _card_found()
     if card is None:
         return {}
-    config = run.config
-
-    def predict(changed: Config) -> CardMemory:
-        built = make_policy(changed, policy_spec(changed, infos[0]), device="cpu")
-        return _card_memory(RunSpec.of(changed), built, infos)
-
-    now = predict(config)
-    found: dict[str, Any] = {"gb": f"{card:g}", "needs_gb": f"{(now.total + RESERVE) / 1e9:.2f}"}
-    if now.update is None:
+    if card * 1e9 <= RESERVE:
+        raise UserError(
+            f"--card {card:g} is too small for anything: {RESERVE / 1e9:g} GB of a card are left free for its driver "
+            f"and libraries; usual cards have {', '.join(map(str, CARDS))} GB"
+        )
+    found: dict[str, Any] = {"gb": f"{card:g}", "needs_gb": f"{(memory.total + RESERVE) / 1e9:.2f}"}
+    if memory.update is None:
         found["note"] = "activations are not predicted for this policy"
-    if now.fits(card):
-        fits = "the run fits" if now.update is not None else "weights, gradients and moments fit"
+    if memory.fits(card):
+        fits = "the run fits" if memory.update is not None else "weights, gradients and moments fit"
         return {"card": {**found, "verdict": fits}}
+
+    def rebuilt(changed: Config) -> CardMemory:
+        return predict(changed, make_policy(changed, spec, device="cpu"))
+
     adapted = isinstance(policy, AdaptedPolicy) and policy.adapted
-    changed = smallest_change(config, predict, card, _micro_batch(run, infos), adapted)
+    changed = smallest_change(config, rebuilt, card, adapted)
     if changed is None:
-        wider = next((size for size in CARDS if now.fits(size)), None)
+        wider = next((size for size in CARDS if memory.fits(size)), None)
         other = f"a card of {wider} GB has room for it" if wider else f"it needs more than {CARDS[-1]} GB"
         hint = (
             ""
@@ -235,24 +263,13 @@ def _card(run: RunSpec, policy: Policy, infos: list[TaskInfo], card: float | Non
             else "; an adapter (policy.options.lora_rank) needs less"
         )
         return {"card": {**found, "verdict": f"no change of settings makes it fit; as it is, {other}{hint}"}}
-    words = " ".join(
-        f"--{key} {value}".lower() if isinstance(value, bool) else f"--{key} {value}"
-        for key, before, value in _differences(config, changed)
-    )
+    needs = (rebuilt(changed).total + RESERVE) / 1e9
     return {
         "card": {
             **found,
-            "verdict": f"it does not fit; with {words} it needs {(predict(changed).total + RESERVE) / 1e9:.2f} GB",
+            "verdict": f"it does not fit; with {changes(config, changed)} it needs {needs:.2f} GB",
         }
     }
-
-
-def _differences(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
-    for section in ("optim", "policy"):
-        old, new = getattr(before, section), getattr(after, section)
-        for name in type(old).model_fields:
-            if getattr(old, name) != getattr(new, name):
-                yield f"{section}.{name}", getattr(old, name), getattr(new, name)
 
 
 def _placement(run: RunSpec) -> dict[str, Any]:

@@ -120,6 +120,21 @@ def generate(
     return Answers(tokens, log_prob, states)
 
 
+@torch.no_grad()
+def read_longest(
+    model: CausalModel, prompts: Sequence[Sequence[int]], count: int, noise: Tensor | None, sampling: Sampling
+) -> None:
+    """The passes of `generate` that take the most memory where no answer ends early: S prompts are read, then the last
+    token but one of their answers. Nothing is drawn, and nothing returned."""
+    device, size = model.network.device, min(sampling.rows, len(prompts))
+    cache = RowCache(model, size, max(map(len, prompts)) + count)
+    before = read_prompts(model, cache, 0, prompts[:size])
+    length = torch.tensor([len(prompt) + max(count - 2, 0) for prompt in prompts[:size]], device=device)
+    now = read_token(model, cache, torch.zeros(size, dtype=torch.int64, device=device), length)
+    choose(model.logits(now), None if noise is None else noise[:size, 0], sampling)
+    del before  # the states that the first tokens were drawn from are kept, one a row
+
+
 def up_to_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
     """bool [B, C]: the tokens int64 [B, C] that belong to the answers: up to the first of each that is among `ends`,
     which belongs to it."""

@@ -31,7 +31,7 @@ from policies.files import (
 )
 from policies.lora import AdaptedModel
 from policies.quantised import dequantised_state, weight_dtype
-from policies.random_weights import RANDOM_WEIGHTS, check_weights
+from policies.random_weights import RANDOM_WEIGHTS, check_weights, drawn_on
 from policies.torchvision_operators import import_torchvision
 
 TYPES = ("float32", "bfloat16", "float16")
@@ -257,7 +257,7 @@ def load_model(folder: Path, dtype: str = "float32") -> CausalModel:
     seed = raw.get(RANDOM_WEIGHTS)
     drawn = seed is not None and not any((folder / name).exists() for name in (INDEX, SINGLE))
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu" if drawn else "meta"):
+        with torch.random.fork_rng(devices=[]), drawn_on() if drawn else torch.device("meta"):
             if drawn:
                 torch.default_generator.manual_seed(int(seed))
             model = CausalModel(raw, folder)
@@ -271,7 +271,8 @@ def load_model(folder: Path, dtype: str = "float32") -> CausalModel:
     for parameter in model.parameters() if dtype != "checkpoint" else ():
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.eval()
-    check_alike(model)
+    if not next(model.parameters()).is_meta:
+        check_alike(model)
     return model
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodied_language.engine_clients import PROBE, EngineServers, servers_of
 from embodied_language.engines import Drawing
-from embodied_language.generation import Sampling, generate, up_to_end
+from embodied_language.generation import Sampling, generate, read_longest, up_to_end
 from embodied_language.generation_settings import GenerationSettings
 from embodied_language.model import CausalModel, load_model, save_model
 from embodied_language.packing import packed
@@ -194,6 +194,14 @@ class LanguagePolicy(lora.AdaptedPolicy):
             values if self.options.value_per_action else values[:, 0],
             {"tokens": answers.tokens},
         )
+
+    def longest(self, inputs: Inputs, noise: Tensor) -> Mapping[str, Tensor]:
+        sampling = Sampling(self.options.temperature, self.options.top_p, self.options.rows)
+        asked, count = self._asked(inputs), self.spec.chunk
+        read_longest(self.model, asked, count, noise, sampling)
+        ends = set(self.prompts.ends)
+        ongoing = next(token for token in range(self.model.known) if token not in ends)
+        return {"tokens": torch.full((len(asked), count), ongoing)}
 
     def evaluate(self, inputs: Inputs, trace: Mapping[str, Tensor]) -> Evaluation:
         states, said = self._taught(self._asked(inputs), trace["tokens"])

@@ -22,7 +22,7 @@ from policies.files import CONFIG, INDEX, SINGLE, Shards, copy_other_files, show
 from policies.lora import AdaptedModel
 from policies.openvla.config import TOWERS, ModelConfig, read_config
 from policies.quantised import dequantised_state
-from policies.random_weights import RANDOM_WEIGHTS, draw, empty_network
+from policies.random_weights import RANDOM_WEIGHTS, draw, drawn_on, empty_network, generator_on
 from policies.torchvision_operators import import_torchvision
 
 
@@ -411,9 +411,9 @@ def _draw(model: OpenVLAModel, dtype: str) -> OpenVLAModel:
         raise PolicyError(
             f"{CONFIG}: {RANDOM_WEIGHTS} must be a seed, with a torch_dtype; got {shown(seed)}, {shown(named)}"
         )
-    device = torch.get_default_device()
+    device = drawn_on()
     model = model.to(DTYPES[named]).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = generator_on(device, seed)
     for name, tensor in model.state_dict().items():
         draw(name, tensor, generator)
     model.unused = {}

@@ -23,7 +23,7 @@ from policies.pi0.config import ARCHITECTURE, CONFIG, VisionSizes
 from policies.pi0.inputs import TOKENIZER
 from policies.pi0.mixture import StackSizes
 from policies.pi0.network import Pi0Network, dtype_of
-from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw, draw_network
+from policies.random_weights import FURTHER_WORDS, INSTRUCTION, RANDOM_WEIGHTS, SINGLE, draw, draw_network, drawn_on
 from policies.registry import nearest
 
 STATISTICS = Path("assets") / "random" / "norm_stats.json"
@@ -84,7 +84,7 @@ def draw_weights(network: Pi0Network, seed: int, dtype: torch.dtype) -> Pi0Netwo
         network, seed, lambda name: dtype_of(name, dtype), lambda name: 0.0 if name.startswith("mixture.") else 1.0
     )
     shape = (network.sizes.vocab_size, network.sizes.expert.width)
-    network.unused = torch.empty(shape, dtype=dtype, device=generator.device)
+    network.unused = torch.empty(shape, dtype=dtype, device=drawn_on())
     draw("unused", network.unused, generator)
     return network
 

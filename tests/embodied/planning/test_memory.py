@@ -3,69 +3,62 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.profiler import ProfilerActivity, profile
+import torch
 
+from benchmarks.card_memory import ROWS, Row, build, compare, config_of, inputs_of
+from embodied import cli
 from embodied.config.files import load_config
+from embodied.errors import UserError
 from embodied.learning.recompute import recompute
-from embodied.planning.memory import RESERVE, peaks
-from embodied.training.dry_run import dry_run
-from policies.conformance import laws
-from tests.policies.test_quantised import CASES, build, inputs_of, pi05
+from embodied.planning.memory import RESERVE, Passes, card_memory
+from embodied.training.dry_run import dry_run, sft_dry_run
+from policies.random_weights import undrawn
 from tests.variants import often
 
-__all__ = ["pi05"]
-
-NAMES = [name for name in CASES if name != "language"]  # the length of an answer depends on numbers
-EVERY = tuple(
-    (name, base, again, rows) for name in NAMES for base in (None, "nf4") for again in (False, True) for rows in (2, 8)
+OFTEN = (
+    Row("openvla", "grpo", lora_rank=8, base="nf4", recompute=True),
+    Row("pi0", "ppo", moments="int8"),
+    Row("language", "grpo", recompute=True, passes=2),
+    Row("act", "sft", passes=2),
 )
-OFTEN = (("pi0", None, True, 8), ("openvla", "nf4", False, 2))
 
 
-def allocated(compute: Callable[[], object]) -> int:
-    """Most bytes that the CPU's allocator has given out during a computation, beyond those before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        compute()
-    profiler: Any = found.profiler
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
+@pytest.mark.parametrize("row", often(OFTEN, ROWS), ids=lambda row: f"{row.network} {row.method} {row.trained}")
+def test_predicted_memory_is_within_a_tenth_of_what_is_allocated(row: Row, tmp_path: Path) -> None:
+    assert compare(row, tmp_path)["peak_ratio"] == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize(("name", "base", "again", "rows"), often(OFTEN, EVERY))
-def test_predicted_updates_are_within_a_tenth_of_what_is_allocated(
-    name: str, base: str | None, again: bool, rows: int
-) -> None:
-    policy, inputs = build(name, base), inputs_of(name, rows)
-    if again:
-        recompute(policy)
-    predicted = peaks(policy, inputs_of(name, 1), acting=rows, learning=rows)
-    assert predicted is not None
-    action = policy.act(inputs, laws.random_noise(policy, rows, 1))
-
-    def update() -> None:
-        terms = policy.evaluate(inputs, action.trace)
-        (terms.log_prob.sum() + terms.entropy.sum() + terms.value.sum()).backward()
-
-    update()  # gradients are there afterwards
-    assert predicted.update == pytest.approx(allocated(update), rel=0.1)
+@pytest.mark.parametrize("row", [Row("pi0", "ppo", rows=2, lora_rank=8, base="nf4"), Row("language", "grpo", rows=2)])
+def test_a_policy_without_numbers_is_predicted_alike(row: Row, tmp_path: Path) -> None:
+    policy = build(row, tmp_path)
+    with undrawn():
+        empty = build(row, tmp_path)
+    assert any(parameter.is_meta for parameter in empty.parameters())
+    passes = Passes(inputs_of(policy, 1), row.rows, row.rows)
+    one, other = (card_memory(config_of(row, each), each, passes) for each in (policy, empty))
+    assert one == other and one.update
 
 
-def test_an_answers_memory_is_not_predicted() -> None:
-    assert peaks(build("language", None), inputs_of("language", 1), acting=2, learning=2) is None
+def test_a_prediction_leaves_the_policy_as_it_is(tmp_path: Path) -> None:
+    row = Row("openvla", "ppo", rows=2, lora_rank=8, recompute=True, ema=0.9)
+    policy = build(row, tmp_path)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    card_memory(config_of(row, policy), policy, Passes(inputs_of(policy, 1), 2, 2))
+    assert all(torch.equal(before[name], tensor) for name, tensor in policy.state_dict().items())
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    recompute(policy)  # as the learner does
 
 
-def test_a_policy_that_cannot_be_copied_is_not_predicted() -> None:
-    policy = build("openvla", None)
+def test_a_policy_that_cannot_be_copied_is_not_predicted(tmp_path: Path) -> None:
+    row = Row("openvla", "ppo", rows=2)
+    policy: Any = build(row, tmp_path)
     policy.lock = threading.Lock()
-    assert peaks(policy, inputs_of("openvla", 1), acting=2, learning=2) is None
+    found = card_memory(config_of(row, policy), policy, Passes(inputs_of(policy, 1), 2, 2))
+    assert found.update is None and found.decision is None and found.gradients
 
 
 def test_a_minibatch_of_all_samples_is_predicted_as_such() -> None:
@@ -86,3 +79,17 @@ def test_a_dry_run_names_the_smallest_change_that_fits() -> None:
     assert found.startswith("it does not fit; with --optim.micro_batch ") and "recompute" not in found
     small = (whole["bytes"]["weights"] * 0.2 + RESERVE) / 1e9
     assert "no change of settings makes it fit; as it is, a card of 16 GB" in dry_run(config, small)["card"]["verdict"]
+
+
+def test_supervised_learning_has_the_same_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config("openvla_small_lora")
+    whole = sft_dry_run(config, 24)
+    assert whole["card"]["verdict"] == "the run fits" and whole["bytes"]["update"] > 0
+    card = (whole["bytes"]["at_most_at_once"] / 2 + RESERVE) / 1e9
+    assert cli.main(["sft", "openvla_small_lora", "--dry-run", "--card", f"{card}"]) == 0
+    assert "verdict it does not fit; with --optim.micro_batch " in capsys.readouterr().out
+
+
+def test_a_card_too_small_for_anything_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--card 0\.5 is too small for anything: 1 GB .* usual cards have 16, 24"):
+        dry_run(load_config("openvla_tiny"), 0.5)
