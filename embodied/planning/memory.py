@@ -93,7 +93,11 @@ def card_memory(config: Config, policy: Policy, passes: Passes) -> CardMemory:
     every = [*policy.parameters()]
     critic = {id(p) for p in policy.value_head.parameters()}
     trained = [p for p in every if p.requires_grad]
-    stepped = [p for p in trained if passes.trains_critic or id(p) not in critic]
+    found = peaks(config, policy, passes)
+    if found is None:
+        stepped = [p for p in trained if passes.trains_critic or id(p) not in critic]
+    else:
+        stepped = [p for name, p in policy.named_parameters() if name in found.reached]
     gradients = _size(stepped)
     packed = [p for p in stepped if p.numel() >= LEAST] if config.optim.moments else []
     numbers = sum(p.numel() for p in packed)
@@ -101,7 +105,6 @@ def card_memory(config: Config, policy: Policy, passes: Passes) -> CardMemory:
     average = 4 * sum(p.numel() for p in stepped) if config.optim.ema is not None else 0
     drawn_to = config.loss.reference_kl and not passes.imitates
     drawn_to = drawn_to and not (isinstance(policy, HasAdapter) and policy.has_new_adapter)
-    found = peaks(config, policy, passes)
     return CardMemory(
         frozen=_size(every) - _size(trained),
         trained=_size(trained),
@@ -174,6 +177,8 @@ class Peaks:
     """During a decision, keys and values among it."""
     learning: int
     """During optimiser steps: gradients, moments and the average of the weights among it."""
+    reached: frozenset[str]
+    """Names of the parameters that a gradient reaches. Only these have moments."""
 
 
 def peaks(config: Config, policy: Policy, passes: Passes) -> Peaks | None:
@@ -204,8 +209,8 @@ def _peaks(config: Config, policy: Policy, passes: Passes) -> Peaks:
             trace = _decide(blank, learned, torch.zeros(passes.learning, policy.noise_dim))
     with Uncomputed() as learning:
         learning.ignore(own)
-        _learn(config, blank, passes, learned, trace)
-    return Peaks(decision.peak, learning.peak)
+        reached = _learn(config, blank, passes, learned, trace)
+    return Peaks(decision.peak, learning.peak, reached)
 
 
 def _blank(tensor: Tensor) -> Tensor:
@@ -224,24 +229,23 @@ def _decide(policy: Policy, rows: Inputs, noise: Tensor) -> Mapping[str, Tensor]
         return policy.act(rows, noise).trace
 
 
-def _learn(config: Config, policy: Policy, passes: Passes, rows: Inputs, trace: Mapping[str, Tensor]) -> None:
-    """An optimiser step that is not the first: moments and the average of the weights are there. What is not the
-    policy's is copied for a pass, as it is from the host's memory."""
+def _learn(config: Config, policy: Policy, passes: Passes, rows: Inputs, trace: Mapping[str, Tensor]) -> frozenset[str]:
+    """Two optimiser steps: the first makes moments and the average of the weights, and the second finds them. What is
+    not the policy's is copied for a pass, as it is from the host's memory. Returns the names of the parameters that a
+    gradient reaches."""
     optim = config.optim
     value_lr = optim.value_lr if passes.trains_critic else None
     optimizer = make_optimizer(policy, optim, policy_lr=optim.policy_lr, value_lr=value_lr, eps=optim.adam_eps)
     steps = OptimizerSteps(ReplicatedPolicy(policy, Ranks()), optimizer, optim)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    steps.take()
     if optim.epochs > 1 and not passes.imitates and isinstance(policy, Precomputes):
         trace = {**trace, **policy.precompute(_given(rows))}
-    if passes.of_a_step == 1:
-        steps.begin()  # else the gradient of other passes is there
-    _loss(policy, passes, rows, trace).backward()  # type: ignore[no-untyped-call]
-    steps.norm()
-    steps.take()
+    for _ in range(2):
+        if passes.of_a_step == 1:
+            steps.begin()  # else the gradient of other passes is there
+        _loss(policy, passes, rows, trace).backward()  # type: ignore[no-untyped-call]
+        steps.norm()
+        steps.take()
+    return frozenset(name for name, parameter in policy.named_parameters() if parameter.grad is not None)
 
 
 def _loss(policy: Policy, passes: Passes, rows: Inputs, trace: Mapping[str, Tensor]) -> Tensor:

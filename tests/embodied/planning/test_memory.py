@@ -29,7 +29,19 @@ OFTEN = (
 
 @pytest.mark.parametrize("row", often(OFTEN, ROWS), ids=lambda row: f"{row.network} {row.method} {row.trained}")
 def test_predicted_memory_is_within_a_tenth_of_what_is_allocated(row: Row, tmp_path: Path) -> None:
-    assert compare(row, tmp_path)["peak_ratio"] == pytest.approx(1, abs=0.1)
+    """Not predicted are working copies of a convolution's weight, at most three."""
+    found = compare(row, tmp_path)
+    measured, predicted = found["peak_bytes"], found["peak_predicted"]
+    assert 0.9 * measured - 3 * found["largest_convolution_bytes"] <= predicted <= 1.1 * measured
+
+
+def test_weights_that_no_gradient_reaches_have_no_moments(tmp_path: Path) -> None:
+    """Only keys and values of the last layer of π₀'s language model are read: its feed-forward part learns nothing."""
+    row = Row("pi0", "sft", rows=2, ema=0.9)
+    policy = build(row, tmp_path)
+    found = card_memory(config_of(row, policy), policy, Passes(inputs_of(policy, 1), 2, 2, imitates=True))
+    assert found.moments == 2 * found.gradients and found.average == found.gradients
+    assert found.gradients < 0.95 * found.trained
 
 
 @pytest.mark.parametrize("row", [Row("pi0", "ppo", rows=2, lora_rank=8, base="nf4"), Row("language", "grpo", rows=2)])
