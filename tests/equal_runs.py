@@ -31,7 +31,7 @@ DECISIONS = """cartpole pendulum pushcube pushcube_rgb reach reach_reward openvl
 openvla_small openvla_small_lora openvla_oft_small openvla_oft_two_cubes pi0_small pi0_two_cubes pi0_goal_small
 smolvla_small act_small diffusion_small libero_spatial_ppo countdown_ppo"""
 EPISODE_GROUPS = """reach_grpo reach_grpo_kl openvla_oft_small_grpo openvla_oft_small_dapo openvla_oft_small_reinforce
-pi0_small_stepnft smolvla_two_cubes countdown_grpo countdown_dapo countdown_reinforce"""
+act_small_grpo pi0_small_stepnft smolvla_two_cubes countdown_grpo countdown_dapo countdown_reinforce"""
 ROWS = {
     **{f"{name} inline": f"train {name} {SMALL} {INLINE}" for name in DECISIONS.split()},
     **{f"{name} inline": f"train {name} {EPISODES} {INLINE}" for name in EPISODE_GROUPS.split()},

@@ -31,6 +31,7 @@ SHORTER = {
     ("docs/learning.md", "embodied train openvla_oft_two_cubes"): SMALL,
     ("docs/learning.md", "embodied record two_cubes"): "--episodes 1",
     ("docs/lerobot.md", "embodied train act_small"): SMALL,
+    ("docs/lerobot.md", "embodied train act_small_grpo"): ONE_GROUP,
     ("docs/lerobot.md", "embodied train diffusion_small"): SMALL,
     ("docs/lerobot.md", "embodied record two_cubes"): "--episodes 1",
     ("docs/lerobot.md", "embodied train smolvla_small"): SMALL,
