@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from embodied.errors import UserError, nearest, one_kind_of_mistake
+from embodied.imports import uncollected
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -110,16 +111,19 @@ def _run(verb: str, arguments: list[str]) -> int:
         return 2
     if verb == "doctor":  # all that is imported below may be what it has to say is missing
         return _module(verb).main(arguments)
-    args = _parse(verb, arguments_of(verb), arguments[0] if given else "", arguments)
+    with uncollected():
+        args = _parse(verb, arguments_of(verb), arguments[0] if given else "", arguments)
     with one_kind_of_mistake():
-        # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
-        if hasattr(args, "check"):
-            args.check()
-        if hasattr(args, "settings") and not (verb == "train" and (args.seeds or args.sweep)):  # runs of their own
-            _check_settings(verb, args)
-        args = _with_options(args, arguments)
+        with uncollected():
+            # A mistake that names and numbers show is answered before torch is imported, which takes seconds.
+            if hasattr(args, "check"):
+                args.check()
+            if hasattr(args, "settings") and not (verb == "train" and (args.seeds or args.sweep)):  # runs of their own
+                _check_settings(verb, args)
+            args = _with_options(args, arguments)
+            function = function_of(verb)
         with _shown(args):
-            result = function_of(verb)(args)
+            result = function(args)
     if getattr(args, "json", None) is not None:
         from embodied.files import write_json
 

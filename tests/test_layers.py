@@ -36,7 +36,7 @@ LAYERS = (
     {"trajectories"},
     {"runtime"},
     {"doctor", "config", "run"}
-    | {"devices", "files", "hub", "errors", "metric", "progress", "other_programs", "statistics"},
+    | {"devices", "files", "hub", "errors", "imports", "metric", "progress", "other_programs", "statistics"},
 )
 """Of `embodied`, from the top down."""
 

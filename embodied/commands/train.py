@@ -19,6 +19,7 @@ from embodied.config.files import all_settings, with_settings
 from embodied.config.schema import Config
 from embodied.errors import UserError, nearest
 from embodied.files import parse_yaml
+from embodied.imports import uncollected
 from embodied.run.continued import continued, say, typed_keys
 from embodied.run.saved_settings import CONFIG
 from embodied.workflows.unread import check_read
@@ -104,8 +105,9 @@ def train_run(
 
 def _checked(config: Config, runs_dir: Path, resume: bool) -> Checked:
     """The run with what it begins from, all checked that needs no worker."""
-    from embodied.run.folder import begun_from
-    from embodied.training.checks import Checked, check_start
+    with uncollected():
+        from embodied.run.folder import begun_from
+        from embodied.training.checks import Checked, check_start
 
     config = begun_from(config, runs_dir, resume)
     run_dir = runs_dir / config.name if resume and config.name else None
@@ -117,12 +119,13 @@ def _checked(config: Config, runs_dir: Path, resume: bool) -> Checked:
 def _train(
     checked: Checked, source: str, runs_dir: Path, resume: bool, callbacks: Sequence[Callback] = ()
 ) -> dict[str, Any]:
-    from embodied.commands.evaluate import finish_run
-    from embodied.execution.session import open_session
-    from embodied.reporting.trackers import tracked
-    from embodied.run.folder import open_run_folder
-    from embodied.training import loop
-    from embodied.training.checks import check_tasks
+    with uncollected():
+        from embodied.commands.evaluate import finish_run
+        from embodied.execution.session import open_session
+        from embodied.reporting.trackers import tracked
+        from embodied.run.folder import open_run_folder
+        from embodied.training import loop
+        from embodied.training.checks import check_tasks
 
     config = checked.config
     with (

@@ -16,6 +16,7 @@ from embodied.config.schema import Config
 from embodied.devices import find_device
 from embodied.errors import UserError
 from embodied.execution.assignment import FarmAssignment, configured_farm
+from embodied.imports import uncollected
 from embodied.reporting.live import steps
 from embodied.runtime.api import InlineRuntime, Runtime
 from embodied.runtime.handles import Handle
@@ -113,7 +114,8 @@ def open_session(config: Config) -> Iterator[Session]:
     if config.runtime.mode == "inline":
         runtime = InlineRuntime(config.runtime.deadline_s)
     else:
-        from embodied.runtime.ray.runtime import RayRuntime
+        with uncollected():
+            from embodied.runtime.ray.runtime import RayRuntime
 
         runtime = RayRuntime(config.runtime.address, config.runtime.deadline_s, config.runtime.worker_gb)
     try:

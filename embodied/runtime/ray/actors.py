@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from embodied.devices import release, to_host
 from embodied.runtime.deadlines import Wait
 from embodied.runtime.handles import Handle
 from embodied.runtime.ranks import is_bound
-from embodied.runtime.ray.cluster import HERE, LOOK_S, RayCluster, unwrapped, value_within
+from embodied.runtime.ray.cluster import HERE, LOOK_S, WAITING, RayCluster, unwrapped, value_within
 from embodied.runtime.remote import CALL_BYTES, require_software, slices, software
 from embodied.runtime.rounding import kernels
 from embodied.runtime.shared_tensors import SharedTensors, TensorPublisher
@@ -40,9 +41,6 @@ from sim_farm.workers.supervision import MemoryChecks
 T = TypeVar("T")
 R = TypeVar("R")
 
-WAITING = {"GOMP_SPINCOUNT": "1000"}
-"""PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the
-awaited thread cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
 PROGRESS = {
     "last_ns": Field((1,), "int64", 0),
     "pid": Field((1,), "int64", 0),
@@ -60,7 +58,11 @@ REMOVE_S = 1.0
 class _Workers:
     """The workers of one process: one, or several that take turns and pass results to each other by reference."""
 
-    def __init__(self, block: str | None) -> None:
+    def __init__(self, block: str | None, environment: Mapping[str, str]) -> None:
+        """`environment`: variables that are to be set. Modules are looked for in the folders of PYTHONPATH first."""
+        os.environ.update(environment)
+        path = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:] = dict.fromkeys(filter(None, (*path, *sys.path)))
         self._memory = Block.create(PROGRESS, shared=False) if block is None else Block.attach(PROGRESS, block)
         self._memory.arrays["pid"][0] = os.getpid()
         progress.install(self._report)
@@ -133,7 +135,7 @@ class _FarActor(_Workers):
     """The workers of one process on another machine."""
 
     def __init__(self, expected: Mapping[str, str]) -> None:
-        super().__init__(None)
+        super().__init__(None, {})
         self._expected = expected
 
     def make(self, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -252,7 +254,9 @@ class WorkerProcess:
         self._published = _published_names(str(self._memory.name))
         for name in self._published:
             memory.adopt(name)
-        self.actor = cluster.actor(_WorkerActor, _environment(), args=(self._memory.name,), threads=threads)
+        environment = _environment() | cluster.environment()
+        arguments = self._memory.name, environment
+        self.actor = cluster.actor(_WorkerActor, environment, args=arguments, threads=threads)
 
     def last_ns(self) -> int:
         """Time of its last progress (`time.monotonic_ns`); 0 before the first."""

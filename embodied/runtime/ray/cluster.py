@@ -49,6 +49,11 @@ STARTS = 4
 """Attempts to start Ray."""
 TOO_SLOW = "timed out during startup"
 """Part of Ray's message where its own processes were not up in time."""
+WAITING = {"GOMP_SPINCOUNT": "1000"}
+"""PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the
+awaited thread cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
+PRELOADED = {"RAY_preload_python_modules": "embodied.runtime.ray.preload"}
+"""What a process of Ray imports when it begins, without the driver's asking for it."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Room for one iteration's trajectories between rollout worker and learner, and for weights between machines."""
 
@@ -169,21 +174,24 @@ class RayCluster:
         self, cls: Any, env: dict[str, str], node: str = HERE, args: tuple[Any, ...] = (), threads: int = 0
     ) -> Any:
         """A new actor, on this machine or the node with that id, which `close` ends. At most `threads` of its calls run
-        concurrently."""
+        concurrently. `env` are environment variables with which its process begins; in a Ray that this process has
+        started it begins with `WAITING`, and sets others itself."""
         self.start_ray()
         place = NodeAffinitySchedulingStrategy(node or self.here, soft=False)
-        if node in (HERE, self.here):
-            # What this process can import, which a script or a notebook may have made possible; other machines have
-            # their own packages.
-            env = {**env, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
-        if faults.VARIABLE in os.environ:
-            env = {**env, faults.VARIABLE: os.environ[faults.VARIABLE]}
-        options: dict[str, Any] = {"scheduling_strategy": place, "runtime_env": {"env_vars": env}}
+        options: dict[str, Any] = {"scheduling_strategy": place}
+        if self._session is None:
+            options["runtime_env"] = {"env_vars": env | self.environment(node)}
         if threads:
             options["max_concurrency"] = threads
         actor = cls.options(**options).remote(*args)
         self._actors.append(actor)
         return actor
+
+    def environment(self, node: str = HERE) -> dict[str, str]:
+        """Environment variables of an actor on that node as they are now: the faults to be injected, and on this
+        machine what this process can import, which a script or a notebook may have made possible."""
+        env = {name: os.environ[name] for name in (faults.VARIABLE,) if name in os.environ}
+        return env | (_importable() if node in (HERE, self.here) else {})
 
     def _answered(self, request: Callable[[], T]) -> T:
         """The answer of Ray's own processes. Raises `RuntimeLost` once they have died."""
@@ -332,13 +340,18 @@ def _family() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
+def _importable() -> dict[str, str]:
+    """The environment variable by which another process imports what this one can."""
+    return {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
+
+
 def _start(options: dict[str, Any]) -> None:
     """Call `ray.init`, and once more if Ray's own processes were not up within the 30 s that it gives them, as on a
     busy machine."""
     before = set(psutil.Process().children())
     for _ in range(STARTS):
         try:
-            with only_needed():
+            with only_needed({**_importable(), **WAITING, **PRELOADED}):
                 ray.init(**options)
             return
         except Exception as error:  # Ray raises no class of its own here

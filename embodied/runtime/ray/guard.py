@@ -1,8 +1,7 @@
 """The guard of a Ray that was started here: a small process that outlives its parent by a moment and cleans up.
 
-Ray's processes die with the process that started them, even where that is killed, but for two: the agents notice the
-loss and then report it for 60 s to a server that is gone. Ray's folder stays for good. The standard input has one line
-per process that is to be ended; its end is the end of the parent.
+Where the process that started Ray is killed, the guard ends Ray's processes at once and removes Ray's folder, which
+nothing else would. The standard input has one line per process that is to be ended; its end is the end of the parent.
 
 It is run as a file, with only the standard library: it lives as long as the run.
 """

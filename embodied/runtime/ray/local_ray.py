@@ -16,17 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import psutil  # type: ignore[import-untyped]
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from embodied.errors import UserError
-from embodied.runtime.ray import guard
+from embodied.runtime.ray import guard, no_agent
 
 LOCK = ".lock"
 MODE, TOKEN, TOKEN_PATH = AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -144,6 +146,13 @@ NEEDED = ("gcs_server", "raylet")
 UNREAD = ("start_monitor", "start_log_monitor", "start_api_server")
 """Ray's methods that start its autoscaler, log monitor and dashboard. Nothing reads what these write; they take 2.5 s
 of CPU time, and Ray waits for one of them before it starts the raylet (docs/decisions/0203)."""
+AGENTS = {
+    "dashboard_agent": ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
+    "runtime_env_agent": ("runtime_env_agent_port",),
+}
+"""The raylet's agents, each with the files in which the raylet waits for its ports before it serves. They are Python
+programs of 1.6 s of CPU time. Nothing reads what the first reports; the second makes environments of actors, which
+ours do themselves. A small process takes the place of each (docs/decisions/0203)."""
 STOPPED_S = 3.0
 """Longest time that one may be stopped by a signal: a terminal stops and continues a run's processes one by one."""
 END_S = 10.0
@@ -151,16 +160,38 @@ END_S = 10.0
 
 
 @contextmanager
-def only_needed() -> Iterator[None]:
-    """A Ray that is started in the block has none of the processes of `UNREAD`."""
-    before = {name: getattr(Node, name) for name in UNREAD}
+def only_needed(environment: Mapping[str, str]) -> Iterator[None]:
+    """A Ray that is started in the block has none of the processes of `UNREAD` and `AGENTS`, and its actors begin with
+    these environment variables."""
+    before, starting = {name: getattr(Node, name) for name in UNREAD}, cast(Any, services)
+    start = starting.start_ray_process
+
+    def start_process(command: list[str], process_type: str, **options: Any) -> Any:
+        if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+            command = _without_agents(command)
+            options["env_updates"] = {**(options["env_updates"] or {}), **environment}
+        return start(command, process_type, **options)
+
     for name in UNREAD:
         setattr(Node, name, lambda self, **options: None)
+    starting.start_ray_process = start_process
     try:
         yield
     finally:
+        starting.start_ray_process = start
         for name, method in before.items():
             setattr(Node, name, method)
+
+
+def _without_agents(command: Sequence[str]) -> list[str]:
+    """The raylet's command with the commands of its agents replaced. Raises `KeyError` where it has another form."""
+    options = dict(option.split("=", 1) for option in command[1:] if "=" in option)
+    for agent, ports in AGENTS.items():
+        del options[f"--{agent}_command"]
+        own = [sys.executable, "-I", "-S", no_agent.__file__, options["--session_dir"], *ports]
+        options[f"--{agent}_command"] = subprocess.list2cmdline(own)
+    flags = [option for option in command[1:] if "=" not in option]
+    return [command[0], *(f"{name}={value}" for name, value in options.items()), *flags]
 
 
 @dataclass

@@ -19,8 +19,16 @@ import pytest
 import ray
 
 from embodied.errors import UserError
-from embodied.runtime.ray import local_ray
-from embodied.runtime.ray.local_ray import LOCK, LONGEST, RayProcesses, RaySession, private_folder
+from embodied.runtime.ray import local_ray, no_agent
+from embodied.runtime.ray.local_ray import (
+    AGENTS,
+    LOCK,
+    LONGEST,
+    RayProcesses,
+    RaySession,
+    _without_agents,
+    private_folder,
+)
 
 NOBODY = 65534
 
@@ -146,6 +154,21 @@ def test_the_guard_ends_what_a_killed_process_leaves(base: Path) -> None:
     _, left = psutil.wait_procs(alive, timeout=60)
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
     assert not Path(folder).exists()
+
+
+def test_what_stands_for_an_agent_has_no_port_and_ends_with_the_raylet(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", "-S", no_agent.__file__, str(tmp_path), *AGENTS["dashboard_agent"]]
+    environment = os.environ | {"RAY_NODE_ID": "abc"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as agent:
+        pass  # the end of the block closes its standard input and waits for it
+    assert agent.returncode == 0
+    expected = {"metrics_agent_port_abc", "metrics_export_port_abc", "dashboard_agent_listen_port_abc"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(expected, "-1")
+
+
+def test_a_raylet_whose_agents_have_other_names_is_not_started() -> None:
+    with pytest.raises(KeyError, match="--dashboard_agent_command"):
+        _without_agents(["raylet", "--session_dir=/tmp", "--head"])
 
 
 def test_a_folder_that_others_may_enter_is_refused(base: Path) -> None:

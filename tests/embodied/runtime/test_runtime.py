@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import re
 import shlex
@@ -137,10 +139,41 @@ class Looker:
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    def imported(self, name: str) -> str:
+        return str(importlib.import_module(name).__file__)
+
+    def frozen(self) -> tuple[int, bool]:
+        return gc.get_freeze_count(), gc.isenabled()
+
+
+def test_workers_import_what_this_process_can_by_now(
+    cluster: RayRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start("somebody", list).end()  # Ray has started
+    (tmp_path / "written_later.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(cluster, "_spare", [])
+    looker = cluster.start("looker", Looker)
+    assert looker.call(Looker.imported, "written_later") == str(tmp_path / "written_later.py")
+
+
+def test_a_ray_that_is_started_here_has_no_program_of_python_but_our_workers(cluster: RayRuntime) -> None:
+    looker = cluster.start("looker", Looker)
+    (raylet,) = (one for one in psutil.Process().children() if one.name() == "raylet")
+    agents = [one for one in raylet.children() if not one.name().startswith("ray::_Workers")]
+    assert [Path(one.cmdline()[3]).name for one in agents] == ["no_agent.py"] * 2
+    assert looker.call(Looker.variable, "GOMP_SPINCOUNT") == "1000"
+
+
+def test_what_a_worker_has_imported_when_it_begins_is_not_collected(cluster: RayRuntime) -> None:
+    count, enabled = cluster.start("looker", Looker).call(Looker.frozen)
+    assert count > 100_000 and enabled
+
 
 @pytest.mark.slow
 def test_workers_see_the_gpus_that_the_command_sees(cluster: RayRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray neither hides GPUs from workers that asked it for none nor deals them out."""
+    cluster.start("somebody", list).end()  # Ray has started, without the variable
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
     monkeypatch.setattr(cluster, "_spare", [])
     looker = cluster.start("looker", Looker)
