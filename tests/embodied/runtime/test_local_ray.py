@@ -66,6 +66,7 @@ for attempt in ({call}):
 
 def test_nobody_else_reaches_a_socket_of_ray_or_lists_its_folder(ray_runtime: Any) -> None:
     """By the modes of the folders above it; and by trying, where this user may become another."""
+    ray_runtime.start_ray()
     node: Any = ray._private.worker._global_node
     there = Path(node.raylet_socket_name)
     folder = ray_runtime._session.folder
@@ -94,6 +95,7 @@ except AuthenticationError:
 
 
 def test_a_port_of_ray_is_of_no_use_without_the_token(ray_runtime: Any, tmp_path: Path) -> None:
+    ray_runtime.start_ray()
     address = ray.get_runtime_context().gcs_address
     mine = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH")}
     others = {name: value for name, value in os.environ.items() if name not in mine} | {"HOME": str(tmp_path)}
