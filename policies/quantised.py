@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from policies.errors import PolicyError, shown
 
@@ -274,7 +275,8 @@ def _on(device: torch.device, levels: str, signed: bool = True) -> Tensor:
 
 @cache
 def _made(device: torch.device, levels: str, signed: bool) -> Tensor:
-    found: Tensor = getattr(library(), levels)(signed=signed)
-    if signed:
-        found[0] = -1.0
-    return found.to(device)
+    with _disable_current_modes():  # in a mode that follows shapes alone they would be kept without their numbers
+        found: Tensor = getattr(library(), levels)(signed=signed)
+        if signed:
+            found[0] = -1.0
+        return found.to(device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes import functional
 
 from benchmarks.card_memory import ROWS, Row, build, compare, config_of, inputs_of
 from embodied import cli
@@ -15,7 +16,10 @@ from embodied.config.files import load_config
 from embodied.errors import UserError
 from embodied.learning.recompute import recompute
 from embodied.planning.memory import RESERVE, Passes, card_memory
+from embodied.planning.uncomputed import Uncomputed
 from embodied.training.dry_run import dry_run, sft_dry_run
+from policies import quantised
+from policies.quantised import dynamic_levels
 from policies.random_weights import undrawn
 from tests.variants import often
 
@@ -105,3 +109,13 @@ def test_supervised_learning_has_the_same_verdict(capsys: pytest.CaptureFixture[
 def test_a_card_too_small_for_anything_is_refused() -> None:
     with pytest.raises(UserError, match=r"--card 0\.5 is too small for anything: 1 GB .* usual cards have 16, 24"):
         dry_run(load_config("openvla_tiny"), 0.5)
+
+
+def test_levels_that_a_prediction_asks_for_first_are_numbers() -> None:
+    """They are kept for the process: what trains after a prediction quantises by them."""
+    quantised._made.cache_clear()
+    with Uncomputed():
+        dynamic_levels(torch.device("cpu"))
+    levels = dynamic_levels(torch.device("cpu"))
+    expected = functional.create_dynamic_map(signed=True)
+    assert torch.equal(levels[1:], expected[1:]) and levels[0] == -1 and levels[-1] == 1
