@@ -1,8 +1,8 @@
 """Is the predicted memory of a card what is allocated? `python benchmarks/card_memory.py --json FILE`.
 
 Networks of some million numbers learn and decide on the CPU: the run's own `Learner` takes two optimiser steps, or the
-optimiser's steps are taken with the loss of imitation. Measured is the most that torch's allocator has given out at
-once beside the weights, by its own records (`torch.profiler`); it knows nothing of the prediction.
+optimiser's steps are taken with the loss of imitation. The measurement is the most bytes that torch's allocator has
+given out at once beside the weights, by its own records (`torch.profiler`). It does not use the prediction.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
     network: str
     method: Method
     rows: int = 8
-    """Of a micro-batch, and of a decision."""
+    """Samples of a micro-batch, and of a decision."""
     passes: int = 1
     """Micro-batches of an optimiser step."""
     lora_rank: int = 0

@@ -1,7 +1,7 @@
 """An update of π₀ at its published size on this machine: `python benchmarks/full_size_update.py --json FILE`.
 
 Random weights are drawn in bfloat16. An adapter on the language model and the expert takes one optimiser step from
-demonstrations, of one row. Measured is the most memory that the process has had resident (VmHWM), before the policy is
+demonstrations, of one row. The measurement is the largest resident memory of the process (VmHWM) before the policy is
 built, until it is built, and during the step; the prediction of `--dry-run --card` stands beside it.
 """
 

@@ -46,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Taught:
-    """What a configuration's policy predicts, and how it is evaluated."""
+    """Settings by which a configuration's policy predicts, and the curves of its evaluation."""
 
     settings: dict[str, Any]
     curves: tuple[Curve, ...]

@@ -104,8 +104,8 @@ def _config(study: Study) -> Config:
 
 
 def _evaluated(name: str, trained: str, seed: int, args: Arguments) -> EvalFolder:
-    """The evaluation of what was trained under the delay `trained`, or of what has not learned yet: without a delay and
-    under each."""
+    """The evaluation, without a delay and under each, of a policy that was trained under the delay `trained` or not at
+    all."""
     study, run = STUDIES[name], f"{name}-{trained.replace(':', '_').replace(',', '-')}-{seed}"
     config, folder = _config(study), args.out / "evaluations" / run
     delay = WAITS if trained == UNTOUCHED else trained

@@ -70,7 +70,7 @@ class Passes:
     """The passes over the policy that a run computes on its card."""
 
     inputs: Inputs
-    """Of one row."""
+    """Inputs of one row."""
     acting: int
     """Rows of a decision."""
     learning: int

@@ -82,7 +82,7 @@ def _result(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Described(NamedTuple):
-    """What the shape of a result depends on in a tensor."""
+    """A tensor's shape, strides and type, on which the shapes of results depend."""
 
     shape: torch.Size
     stride: tuple[int, ...]

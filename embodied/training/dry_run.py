@@ -187,7 +187,7 @@ def _iteration(run: RunSpec, infos: list[TaskInfo]) -> dict[str, Any]:
 
 
 def _parts(memory: CardMemory) -> dict[str, int]:
-    """Memory of the policy by part; without those that this run has not."""
+    """Memory of the policy by part. Parts that this run does not have are left out."""
     optional = ("average", "reference")
     parts = {name: size for name, size in asdict(memory).items() if size is not None and (size or name not in optional)}
     return {"weights": memory.frozen + memory.trained, **parts, "at_most_at_once": memory.total}

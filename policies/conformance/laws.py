@@ -461,7 +461,7 @@ IMITATION_LAWS: list[Callable[..., None]] = [
 
 
 def _range(spec: PolicySpec) -> tuple[Tensor, Tensor]:
-    """[A] each: centre and half width of the range of actions; of a spec without one -1 to 1."""
+    """Centre and half width of the range of actions, [A] each. A spec without a range has -1 to 1."""
     if not spec.action_low:
         return torch.zeros(spec.action_dim), torch.ones(spec.action_dim)
     low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)

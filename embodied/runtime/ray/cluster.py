@@ -53,7 +53,7 @@ WAITING = {"GOMP_SPINCOUNT": "1000"}
 """PyTorch's threads wait for each other by spinning, for milliseconds. Where a simulator shares their cores, the
 awaited thread cannot run then: an iteration of 0.2 s was seen to take 6 s. So they sleep after microseconds."""
 PRELOADED = {"RAY_preload_python_modules": "embodied.runtime.ray.preload"}
-"""What a process of Ray imports when it begins, without the driver's asking for it."""
+"""Ray's setting for modules that a worker process imports when it begins."""
 OBJECT_STORE_BYTES = 512 * 2**20
 """Room for one iteration's trajectories between rollout worker and learner, and for weights between machines."""
 

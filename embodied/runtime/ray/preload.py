@@ -1,4 +1,4 @@
-"""What a process of a Ray that was started here imports before it is given workers (`preload_python_modules`)."""
+"""Imports of a worker process of Ray before its first worker: Ray's setting `preload_python_modules` names them."""
 
 import gc
 import importlib

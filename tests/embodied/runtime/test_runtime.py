@@ -152,7 +152,7 @@ def test_workers_import_what_this_process_can_by_now(
     cluster.start("somebody", list).end()  # Ray has started
     (tmp_path / "written_later.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(cluster, "_spare", [])
+    monkeypatch.setattr(cluster, "_spare", [])  # a process that was made before the path changed has the old one
     looker = cluster.start("looker", Looker)
     assert looker.call(Looker.imported, "written_later") == str(tmp_path / "written_later.py")
 
