@@ -369,7 +369,7 @@ class EnvConfig(Section):
     """Delay, in env steps, between an observation and the first action that follows from it, in training; meanwhile the
     rest of the last chunk is executed (docs/latency.md). `1`; or `1:80,2:20`, drawn for each decision with these
     weights. 0: the simulator waits for decisions. At most `policy.chunk`, and the policy has to predict
-    as many actions more than that. Evaluations have `eval.delay`."""
+    as many actions more than that. The run's evaluations have the same delay (`eval.delay`)."""
 
     @property
     def most_delay(self) -> int:
@@ -702,11 +702,17 @@ def event_of(text: str) -> Event:
     return Event(axis, 0, step, what)
 
 
+WAITS = ("0",)
+"""The value of eval.delay for evaluations without a delay."""
+
+
 def _delays(entries: tuple[str, ...]) -> tuple[str, ...]:
     found = tuple(map(_delay, entries))
     for entry in found:
-        if delay_of(entry)[-1][0] < 1:
-            raise ValueError(f"the delay {entry} has no env steps: trials without a delay are always run")
+        if delay_of(entry)[-1][0] < 1 and found != WAITS:
+            raise ValueError(
+                f"the delay {entry} has no env steps: beside other delays, trials without one are always run"
+            )
     if len(set(found)) < len(found):
         raise ValueError(f"a delay is named twice in {' '.join(entries)[:100]}")
     return found
@@ -753,8 +759,8 @@ class EvalConfig(Section):
     delay: Annotated[tuple[str, ...], BeforeValidator(_delay_texts), AfterValidator(_delays)] = ()
     """Delays, in env steps, between an observation and the first action that follows from it; meanwhile the rest of
     the last chunk is executed (docs/latency.md). Every trial is repeated under each: `3`; or `2:80,3:20`, drawn for
-    each decision with these weights. None: no delay, except in the protocol `latency`, which has 1, 2, ... up to what
-    chunks have room for, at most 8."""
+    each decision with these weights. None: the delay that the run was trained under (`env.delay`), with the same trials
+    without it beside; in the protocol `latency` 1, 2, ... up to what chunks have room for, at most 8. 0: no delay."""
     delay_method: Annotated[tuple[DelayMethod, ...], BeforeValidator(_each)] = ()
     """Methods under a delay. `naive`: the new chunk takes over when it arrives; `ensemble`: the mean of all predictions
     for an env step so far (temporal ensembling); `rtc`: real-time chunking, with the Jacobian as in the

@@ -323,7 +323,7 @@ def _run_episodes(
     unfinished = [
         (task, delayed, left)
         for task in protocol.tasks
-        for delayed in (None, *protocol.delays)
+        for delayed in protocol.every_delay
         if (left := [trial for trial in folder.left(task) if protocol.delayed(task, trial) == delayed])
     ]
     ahead, done, begin = sum(len(left) for _, _, left in unfinished), 0, time.monotonic()
@@ -494,7 +494,9 @@ def _film_perturbed(subject: Subject, protocol: Protocol, session: Session, fold
     filmed = _filmed(protocol.tasks)
     seen = [outcome for outcome in folder.in_order() if outcome.task in filmed]
     pairs = differing_pairs(protocol, seen, min(subject.config.eval.videos, PAIRS))
-    shown = [_shown(subject, folder, plain, f"unperturbed, episode {plain.trial}") for plain, _ in pairs]
+    own = protocol.trained_delay
+    above = "unperturbed" if own is None else f"{own.axis} {own.level}"
+    shown = [_shown(subject, folder, plain, f"{above}, episode {plain.trial}") for plain, _ in pairs]
     for plain, other in pairs:
         condition = protocol.condition(other.task, other.trial)
         assert condition is not None

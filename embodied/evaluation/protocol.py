@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config.schema import Config, DelayMethod, levels_of
+from embodied.config.schema import WAITS, Config, DelayMethod, levels_of
 from embodied.errors import UserError, nearest
 from embodied.rollout.executed_chunks import Delayed
 from sim_farm.catalogue import foreign_suite, problem_file, success_ends, suites_of, task_files, task_names
@@ -183,8 +183,10 @@ class Protocol:
     """Perturbations by task, for tasks that are perturbed. Trials 0 to `trials` - 1 are unperturbed. Then each
     perturbation in turn has `trials` more, each the repetition of an unperturbed trial."""
     delays: tuple[Delayed, ...] = ()
-    """Delays under which trials are repeated likewise, in place of perturbations. Trials 0 to `trials` - 1 have none:
-    the simulator waits for the policy."""
+    """Delays under which trials are repeated likewise, in place of perturbations; `wait`: without one."""
+    trained_delay: Delayed | None = None
+    """The delay that the policy learned under, which all trials have that are not repeated under another. None: the
+    simulator waits for the policy."""
     attempts: int = 1
     """Trials, one after the other, that begin alike; noise tells them apart."""
     version: int = VERSION
@@ -220,7 +222,12 @@ class Protocol:
     def delayed(self, task: str, trial: int) -> Delayed | None:
         """The trial's delay; None: it has none."""
         found = self.condition(task, trial)
-        return found if isinstance(found, Delayed) else None
+        return _late(found if isinstance(found, Delayed) else self.trained_delay)
+
+    @property
+    def every_delay(self) -> tuple[Delayed | None, ...]:
+        """The delays of all trials; None: of those that have none."""
+        return tuple(map(_late, (self.trained_delay, *self.delays)))
 
     def condition(self, task: str, trial: int) -> Perturbation | Delayed | None:
         """That of the trial; None: it has none."""
@@ -261,7 +268,8 @@ class Protocol:
             chunk=config.policy.chunk,
             control_mode=env.control_mode,
             gripper=env.gripper if preset is None or preset.gripper is None else preset.gripper,
-            delays=_fitted(self.delays, config) if self.delays else (),
+            delays=_fitted(self.delays, config),
+            trained_delay=None if self.trained_delay is None else _fitted((self.trained_delay,), config)[0],
         )
         if preset is not None or not shown.cameras:
             return shown
@@ -271,8 +279,11 @@ class Protocol:
         """True if episodes of the two can be paired, by whatever conventions their policies see and act."""
         own = replace(self, cameras=other.cameras, chunk=other.chunk, image_size=other.image_size)
         own = replace(own, orientation=other.orientation, gripper=other.gripper, control_mode=other.control_mode)
-        alike = [(one.method, one.delay) for one in own.delays] == [(one.method, one.delay) for one in other.delays]
-        return alike and replace(own, delays=other.delays) == other
+        mine, its = (
+            [None if late is None else (late.method, late.delay) for late in (one.trained_delay, *one.delays)]
+            for one in (self, other)
+        )
+        return mine == its and replace(own, delays=other.delays, trained_delay=other.trained_delay) == other
 
     @property
     def conventions(self) -> str:
@@ -381,10 +392,13 @@ class Protocol:
 
     def _delayed_line(self) -> str:
         """The methods with their delays."""
+        fewer = sorted({one.interval for one in self.every_delay if one is not None and one.interval < self.chunk})
+        often = f" (a decision every {'/'.join(map(str, fewer))} env steps where chunks are too short)" if fewer else ""
+        if (own := self.trained_delay) is not None:
+            beside = "; each trial also without a delay" if self.delays else ""
+            return f"; with the delay of the training, in env steps: {own.method} {own.delay}{often}{beside}"
         methods = dict.fromkeys(one.method for one in self.delays)
         texts = [f"{method} {' '.join(o.delay for o in self.delays if o.method == method)}" for method in methods]
-        fewer = sorted({one.interval for one in self.delays if one.interval < self.chunk})
-        often = f" (a decision every {'/'.join(map(str, fewer))} env steps where chunks are too short)" if fewer else ""
         return f"; each trial also with a delay of env steps: {', '.join(texts)}{often}" if texts else ""
 
     def _policy_line(self, published: Preset | None) -> str:
@@ -397,6 +411,10 @@ class Protocol:
             if published is not None and self.cameras != published.cameras:
                 text += f" (published: {', '.join(published.cameras)})"
         return text
+
+
+def _late(delayed: Delayed | None) -> Delayed | None:
+    return None if delayed is None or delayed.method == "wait" else delayed
 
 
 def require_states(task: str, states: Sequence[int], info: TaskInfo) -> None:
@@ -426,12 +444,14 @@ def protocol_of(config: Config) -> Protocol:
     # Problems are asked in the order of their file, each as often: drawn seeds would ask one twice and another never.
     listed = settings.recorded_states is None and all(found and found.instructions for found in files.values())
     perturbations = {task: table for task in tasks if (table := _perturbations(config, task))}
-    delays = _delays(config)
+    trained, delays = _trained_delay(config), _delays(config)
     if perturbations and delays:
         raise UserError(
             "a trial is repeated under perturbations or under delays: leave eval.axes away, or eval.delay and the "
             f"protocol {LATENCY}"
         )
+    if trained is not None and not perturbations:
+        delays = (Delayed("wait", "0", config.policy.chunk),)
     trials = settings.episodes or (PERTURBED_TRIALS if perturbations or delays else TRIALS)
     if listed and settings.episodes is None:
         trials = min(trials, *(len(found.instructions) for found in files.values() if found is not None))
@@ -458,6 +478,7 @@ def protocol_of(config: Config) -> Protocol:
         task_digests={task: found.digest for task, found in files.items() if found is not None},
         perturbations=perturbations,
         delays=delays,
+        trained_delay=trained,
     )
     if settings.instruction is not None and any(one.words for table in perturbations.values() for one in table):
         raise UserError(
@@ -485,12 +506,24 @@ def protocol_of(config: Config) -> Protocol:
     return protocol
 
 
+def _trained_delay(config: Config) -> Delayed | None:
+    """The delay that the policy learned under, executed as in training; None where there was none, and where the
+    evaluation's settings name delays. Raises `UserError` if chunks have no room for it."""
+    if not config.env.most_delay or config.eval.delay or config.eval.protocol == LATENCY:
+        return None
+    return _fitted((Delayed("naive", config.env.delay, 0),), config)[0]
+
+
 def _delays(config: Config) -> tuple[Delayed, ...]:
     """The delays that the settings ask for, each by each method. Raises `UserError` for one that a chunk has no room
     for."""
     settings = config.eval
     whole = settings.protocol == LATENCY
-    if not whole and not settings.delay:
+    if whole and settings.delay == WAITS:
+        raise UserError(
+            f"eval.delay is 0, and the protocol {LATENCY} repeats trials under delays: leave one of them out"
+        )
+    if not whole and settings.delay in ((), WAITS):
         if settings.delay_method:
             raise UserError(
                 f"eval.delay_method is {' '.join(settings.delay_method)}, and no delay is asked for: set eval.delay to "
@@ -510,6 +543,8 @@ def _delays(config: Config) -> tuple[Delayed, ...]:
 def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
     """The delays with the configuration's intervals of decisions. Raises `UserError` for a method that its policy
     cannot have, and for a delay that its chunks have no room for."""
+    if not any(map(_late, delays)):
+        return tuple(replace(one, interval=config.policy.chunk) for one in delays)
     from embodied.rollout.evaluator import methods_of, predicted_by  # imports torch
 
     policy, predicted = config.policy, predicted_by(config)
@@ -522,7 +557,7 @@ def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
                 f"numbers. Set eval.delay_method to {' '.join(possible)}"
             )
         if one.most > room:
-            most = f"Set eval.delay to at most {room}" if room else "Evaluate it without a delay"
+            most = f"Set eval.delay to at most {room}" if room else "Set eval.delay to 0"
             raise UserError(
                 f"a delay of {one.most} env steps is beyond the chunk: a decision of {policy.kind} predicts "
                 f"{predicted} actions, and policy.chunk is {policy.chunk}. The first {one.most} actions are past when "
@@ -691,6 +726,7 @@ def _as_dict(protocol: Protocol) -> dict[str, Any]:
             ("instruction", protocol.instruction is not None),
             ("perturbations", protocol.perturbations),
             ("delays", protocol.delays),
+            ("trained_delay", protocol.trained_delay),
             ("attempts", protocol.attempts > 1),
         )
         if not there

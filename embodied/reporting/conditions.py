@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from embodied.config.schema import delay_of
 from embodied.reporting import charts
 
 LONGEST_NAME = 40
@@ -24,7 +25,7 @@ Rate = tuple[float, float, float]
 @dataclass(frozen=True)
 class ConditionResult:
     """Result of the episodes of one axis and level; level 0 of every axis is the unperturbed ones', or those without a
-    delay."""
+    delay. The first result of an evaluation is that of the episodes which the others repeat."""
 
     axis: str
     level: int
@@ -41,9 +42,11 @@ class ConditionResult:
     @property
     def name(self) -> str:
         """The condition for people."""
+        if self.delay:
+            return f"{self.curve}, {_steps(self.level)}" if self.level else "no delay (wait)"
         if self.level == 0 and self.difference is None:
-            return "no delay (wait)" if self.delay else "unperturbed"
-        return f"{self.curve}, {_steps(self.level)}" if self.delay else f"{self.curve}, level {self.level}"
+            return "unperturbed"
+        return f"{self.curve}, level {self.level}"
 
     @property
     def curve(self) -> str:
@@ -51,15 +54,20 @@ class ConditionResult:
 
 
 def read_conditions(result: Mapping[str, Any]) -> list[ConditionResult]:
-    """The conditions of an evaluation's result whose tasks have success, the unperturbed episodes first; empty where
-    nothing was perturbed. Raises `ValueError`, `KeyError` or `TypeError` for other data."""
+    """The conditions of an evaluation's result whose tasks have success, first that of the episodes which the others
+    repeat: unperturbed, or under the delay of the training. Empty where nothing was perturbed. Raises `ValueError`,
+    `KeyError` or `TypeError` for other data."""
     rows = result.get("conditions") or ()
     if not isinstance(rows, Sequence) or len(rows) > MOST_CONDITIONS:
         raise ValueError("its conditions are no list, or too many")
     if not rows or "success_rate" not in result:
         return []
-    kind = {"kind": rows[0].get("kind")}
-    return [_condition({**result, **kind, "axis": "unperturbed", "level": 0, "from_step": 0}), *map(_condition, rows)]
+    begin = {"axis": "unperturbed", "level": 0, "from_step": 0, "kind": rows[0].get("kind")}
+    if begin["kind"] == "delay" and (trained := result["protocol"].get("trained_delay")):
+        method, delay = str(trained["method"]), str(trained["delay"])
+        drawn = delay_of(delay)
+        begin |= {"axis": method if len(drawn) == 1 else f"{method} {delay}", "level": drawn[-1][0]}
+    return [_condition({**result, **begin}), *map(_condition, rows)]
 
 
 def _condition(row: Mapping[str, Any]) -> ConditionResult:
@@ -77,6 +85,19 @@ def _condition(row: Mapping[str, Any]) -> ConditionResult:
     return ConditionResult(axis, level, step, episodes, success, difference, p_value, delay)
 
 
+def in_curves(
+    results: Sequence[ConditionResult],
+) -> tuple[ConditionResult, dict[str, list[ConditionResult]]]:
+    """The result with which every curve begins, of the unperturbed episodes or of those without a delay, and the other
+    ones by curve."""
+    begin = next((one for one in results if one.delay and not one.level), results[0])
+    curves: dict[str, list[ConditionResult]] = {}
+    for one in results:
+        if one is not begin:
+            curves.setdefault(one.curve, []).append(one)
+    return begin, curves
+
+
 def _steps(count: int) -> str:
     return f"{count} env step{'s' if count > 1 else ''}"
 
@@ -84,12 +105,11 @@ def _steps(count: int) -> str:
 def success_by_level(results: Sequence[ConditionResult], width: int = 420, height: int = 230) -> str:
     """SVG of success by level or delay, a curve for each axis from the episodes without on; the bands are 95%
     intervals."""
-    begin, *others = results
-    names = list(dict.fromkeys(one.curve for one in others))
-    levels = sorted({0, *(one.level for one in others)})
+    begin, others = in_curves(results)
+    levels = sorted({0, *(one.level for one in results)})
     curves = []
-    for number, name in enumerate(names):
-        known = {0: begin.success, **{one.level: one.success for one in others if one.curve == name}}
+    for number, (name, members) in enumerate(others.items()):
+        known = {0: begin.success, **{one.level: one.success for one in members}}
         found = [known.get(level) for level in levels]
         curves.append(
             charts.Line(

@@ -316,7 +316,10 @@ def _perturbed(run: RunFolder) -> str:
     rows = table(names, map(condition_cells, run.conditions))
     lead = "Each perturbation repeats the unperturbed episodes; differences are paired. Bands are 95% intervals."
     if delay:
-        lead = "Each delay repeats the episodes without one; differences are paired. Bands are 95% intervals."
+        what = "Each delay repeats the episodes without one"
+        if run.conditions[0].level:
+            what = "The episodes under the delay of the training are repeated without one"
+        lead = f"{what}; differences are paired. Bands are 95% intervals."
     title = "Success by delay" if delay else "Success by level"
     chart = grid("two", [card(title, success_by_level(run.conditions))])
     return section("Under delays" if delay else "Under perturbations", chart + rows, lead)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from embodied.reporting import charts, report
+from embodied.reporting.conditions import in_curves
 from embodied.reporting.live import duration
 from embodied.reporting.report import setting_text, write_page
 from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, flat, read_run
@@ -96,11 +97,11 @@ class Alike:
         for run, protocol in zip(self.runs, protocols, strict=True):
             if protocol is None or protocol != first:
                 continue
-            begin, *others = run.conditions
-            for curve in dict.fromkeys(one.curve for one in others):
+            begin, curves = in_curves(run.conditions)
+            for curve, members in curves.items():
                 found.setdefault((curve, 0), []).append((begin.success[0], begin.episodes))
-            for one in others:
-                found.setdefault((one.curve, one.level), []).append((one.success[0], one.episodes))
+                for one in members:
+                    found.setdefault((one.curve, one.level), []).append((one.success[0], one.episodes))
         return found
 
     def times(self) -> list[float | None]:
@@ -423,6 +424,7 @@ def _protocol_line(protocol: Mapping[str, Any]) -> str:
     tasks = ", ".join(limits) if isinstance(limits, Mapping) else limits
     parts = {"tasks": tasks, "instruction": protocol.get("instruction")}
     parts |= {name: protocol.get(name) for name in ("name", "trials", "greedy")}
+    parts["delay"] = late.get("delay") if isinstance(late := protocol.get("trained_delay"), Mapping) else None
     return "; ".join(f"{name} {value}" for name, value in parts.items() if value not in (None, ""))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 _SUCCESS = ("success once %", "95% interval", "at end %", "95% interval")
 _COUNTS = ("trained on", "episodes", "length")
+WAIT = "wait"
+"""Name of the condition in which the simulator waits for the policy."""
 
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
@@ -71,8 +73,11 @@ def _conditions(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
             for row in conditions
         ]
         return table((by, "return", "95% interval"), rows)
-    only = "only delayed" if delay else "only perturbed"
-    head = (by, *_SUCCESS[:2], "difference, points", "95% interval", "p", only, "only without")
+    waits = conditions[0]["axis"] == WAIT
+    only = (
+        ("only without", "only delayed") if waits else ("only delayed" if delay else "only perturbed", "only without")
+    )
+    head = (by, *_SUCCESS[:2], "difference, points", "95% interval", "p", *only)
     rows = [
         (
             _named(row),
@@ -85,15 +90,17 @@ def _conditions(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
         for row in conditions
     ]
     what, which = ("delay", "the episodes without a delay") if delay else ("perturbation", "the unperturbed episodes")
-    said = (
-        f"The tables above are of {which}. Under each {what} the same episodes are repeated: difference from those "
-        "without, with Tango's interval for paired proportions and McNemar's exact test."
-    )
-    return [*table(head, rows), "", said]
+    said = f"{which}. Under each {what} the same episodes are repeated: difference from those without"
+    if waits:
+        said = "the episodes under the delay of the training. The same are repeated without: difference from the former"
+    tests = "with Tango's interval for paired proportions and McNemar's exact test"
+    return [*table(head, rows), "", f"The tables above are of {said}, {tests}."]
 
 
 def _named(row: Mapping[str, Any]) -> str:
     """`camera 3`, `objects 5 from step 20`."""
+    if row["axis"] == WAIT:
+        return "no delay (wait)"
     return f"{row['axis']} {row['level']}" + (f" from step {row['from_step']}" if row["from_step"] else "")
 
 

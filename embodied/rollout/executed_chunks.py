@@ -19,6 +19,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -36,7 +37,8 @@ REAL_TIME = ("rtc", "rtc_lerobot")
 class Delayed:
     """Delays of an episode's decisions, and the method under them."""
 
-    method: DelayMethod
+    method: DelayMethod | Literal["wait"]
+    """`wait`: the simulator waits for decisions, which have no delay."""
     delay: str
     """Delays in env steps as `delay_text` writes them: `3`, or `2:0.8,3:0.2`. One is drawn for each decision."""
     interval: int

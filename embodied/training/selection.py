@@ -1,9 +1,9 @@
 """Evaluations during training, by which the best checkpoint is known.
 
-They are by the run's own protocol, on other episodes: from seeds that neither training nor the evaluation at the
-end draws, since a choice among many checkpoints flatters the chosen one on the episodes it was chosen by. Each is a
-folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place in the background if the run leaves
-room (`free_room`), else the run waits. Their episodes are the same either way.
+They are by the run's own protocol, with the delay of its training, on other episodes: from seeds that neither training
+nor the evaluation at the end draws, since a choice among many checkpoints flatters the chosen one on the episodes it
+was chosen by. Each is a folder below RUN/evals/selection, and a row of `selection.jsonl`. They take place in the
+background if the run leaves room (`free_room`), else the run waits. Their episodes are the same either way.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from embodied.config.schema import Config
+from embodied.config.schema import WAITS, Config
 from embodied.devices import CPU
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
 from embodied.evaluation.folder import Identity, read_identity
-from embodied.evaluation.protocol import Protocol, protocol_of
+from embodied.evaluation.protocol import LATENCY, Protocol, protocol_of
 from embodied.evaluation.result_metrics import metrics_of
 from embodied.execution.assignment import HERE, Assignment
 from embodied.execution.session import Session, open_session
@@ -46,7 +46,11 @@ MOST_TRIALS = 50
 def selection_protocol(config: Config) -> Protocol:
     """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds that only these
     evaluations draw, also where the evaluation at the end begins from recorded states. Raises `UserError`."""
-    evaluation = config.eval.model_copy(update={"episodes": None, "init_states": None})
+    settings: dict[str, Any] = {"episodes": None, "init_states": None}
+    if config.eval.delay != WAITS:  # the delay of the training, whichever the evaluation at the end has
+        settings |= {"delay": (), "delay_method": ()}
+        settings |= {"protocol": None} if config.eval.protocol == LATENCY else {}
+    evaluation = config.eval.model_copy(update=settings)
     protocol = protocol_of(config.model_copy(update={"eval": evaluation}))
     seed, trials = config.seed ^ OTHER_SEEDS, min(config.eval.episodes or MOST_TRIALS, MOST_TRIALS)
     one = replace(protocol, name=None, trials=trials, seed=seed, init_states=None, env_seed=None)

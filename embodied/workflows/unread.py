@@ -156,8 +156,8 @@ class Reads:
 
 _EPISODES = ("seed", "env", "farm", "policy", "extra_tasks", "runtime")
 _ACTS = ("policy.replicas", "env.delay")
-"""Settings of training runs alone. In other commands one process decides, and of `env.delay` no more is read than for
-how many actions the run's policy was built."""
+"""Settings of training runs alone. In other commands one process decides, and `env.delay` is that of the training: it
+says for how many actions the policy was built, and which delay its evaluations have."""
 _ITERATIONS = (*_EPISODES, "workflow", "rollout", "advantage", "loss", "optim", "reward", "plan")
 _DURING = ("eval.every",)
 VERBS = {

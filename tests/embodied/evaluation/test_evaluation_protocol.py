@@ -74,7 +74,7 @@ def test_equal_settings_have_equal_hashes_and_any_other_setting_another() -> Non
         "seeding": "once", "unseeded_resets": 1, "cameras": 2, "chunk": 3, "version": 1,
         "ignore_terminations": True, "attempts": 2, "task_digests": {"tabletop/reach": "0"},
         "perturbations": {"tabletop/reach": (Perturbation("words", 1, words="please {}"),)},
-        "delays": (Delayed("naive", "1", 3),),
+        "delays": (Delayed("naive", "1", 3),), "trained_delay": Delayed("naive", "1", 3),
     }  # fmt: skip
     assert others.keys() == {f.name for f in fields(Protocol)}
     hashes = {replace(base, **{name: value}).sha256 for name, value in others.items()} | {base.sha256}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from embodied.commands.report import report_runs
 from embodied.config.schema import Config, delay_of, delay_text
 from embodied.errors import UserError
 from embodied.evaluation.folder import EvalFolder, read_folder
-from embodied.evaluation.protocol import as_data, from_data, protocol_of
+from embodied.evaluation.protocol import Protocol, as_data, from_data, protocol_of
 from embodied.reporting.conditions import read_conditions
 from embodied.rollout.executed_chunks import Delayed, ExecutedChunks
 from embodied.rollout.loaded_policy import LoadedPolicy
@@ -252,6 +253,37 @@ def test_the_protocol_has_every_delay_and_method() -> None:
     assert "delays" not in as_data(plain) and plain.sha256 != protocol.sha256
 
 
+def test_a_policy_that_learned_under_a_delay_is_evaluated_under_it() -> None:
+    def of(**evaluation: Any) -> Protocol:
+        return protocol_of(config(CLOCK, env={"delay": "2:80,3:20"}, policy={"chunk": 5}, eval=evaluation))
+
+    own, wait = Delayed("naive", "2:0.8,3:0.2", 5), Delayed("wait", "0", 5)
+    protocol = of()
+    assert (protocol.trained_delay, protocol.delays) == (own, (wait,)) and protocol.count(TASK) == 10
+    assert [protocol.delayed(TASK, trial) for trial in (0, 4, 5, 9)] == [own, own, None, None]
+    said = "; with the delay of the training, in env steps: naive 2:0.8,3:0.2; each trial also without a delay; "
+    assert said in protocol.line()
+    assert from_data(json.loads(json.dumps(as_data(protocol)))) == protocol
+    plain, named = of(delay=0), of(delay=2)
+    assert not plain.every_delay[0] and not plain.delays and plain.trained_delay is None
+    assert named.trained_delay is None and [one.delay for one in named.delays] == ["2"]
+    assert of(protocol="latency").trained_delay is None
+    assert len({one.sha256 for one in (protocol, plain, named)}) == 3
+    perturbed = of(axes=["start:1"])
+    assert perturbed.trained_delay == own and not perturbed.delays
+    assert perturbed.delayed(TASK, 0) == perturbed.delayed(TASK, 5) == own
+    other = protocol.shown_to(config(CLOCK))
+    assert other.trained_delay == replace(own, interval=5) and other.delays == (replace(wait, interval=8),)
+    assert other.same_episodes(protocol) and not other.same_episodes(plain)
+
+
+def test_perturbed_trials_have_the_delay_of_the_training_too(tmp_path: Path) -> None:
+    own = {"env": {"delay": "3"}, "policy": {"chunk": 5}}
+    folder = evaluated(tmp_path / "e", config(CLOCK, **own, eval={"axes": ["start:1"], "episodes": 2}))
+    late = [*(f"0+{i}" for i in range(8)), "5+3", "5+4", "5+5", "5+6", "5+7", "10+3"]
+    assert [executed(folder, trial)[:14] for trial in range(4)] == [late] * 4
+
+
 def test_default_methods_are_those_that_the_policy_can_have() -> None:
     def methods(kind: str, **more: Any) -> list[str]:
         policy = {"kind": kind, "reads": ["state"], "chunk": 2, **more}
@@ -282,12 +314,15 @@ NAIVE = {"protocol": "latency", "delay_method": "naive"}
     ("sections", "said"),
     [
         ({"eval": {"delay": 5}}, "5 env steps is beyond the chunk.*predicts 8 actions.* at most 4, or .* at least 5"),
-        ({"eval": {"delay": 1}, "policy": {"chunk": 1}}, "policy.chunk is 1.*Evaluate it without a delay, or"),
+        ({"eval": {"delay": 1}, "policy": {"chunk": 1}}, "policy.chunk is 1.*Set eval.delay to 0, or"),
         ({"eval": {"delay": 1, "delay_method": "rtc"}}, "rtc is not for the policy .*Clock.* to naive ensemble"),
         ({"eval": {"delay_method": "naive"}}, "no delay is asked for: set eval.delay"),
         ({"eval": {"delay": 1, "axes": ["start"]}}, "under perturbations or under delays"),
         ({"eval": {"delay": "soon"}}, "'soon' is no delay"),
-        ({"eval": {"delay": 0}}, "trials without a delay are always run"),
+        ({"eval": {"delay": [0, 2]}}, "beside other delays, trials without one are always run"),
+        ({"eval": {"delay": 0, "delay_method": "naive"}}, "no delay is asked for: set eval.delay"),
+        ({"eval": {"delay": 0, "protocol": "latency"}}, "eval.delay is 0, and the protocol latency"),
+        ({"env": {"delay": 9}}, "9 env steps is beyond the chunk.*Set eval.delay to at most 8"),
         ({"eval": {"delay": ["2", "2:5"]}}, "a delay is named twice in 2 2:5"),
     ],
 )  # fmt: skip

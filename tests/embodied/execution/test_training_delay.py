@@ -3,7 +3,10 @@ acted, a resumed run is the whole one, and the policy is evaluated with and with
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,22 @@ import torch
 
 from embodied import cli
 from embodied.commands.evaluate import evaluate_run
+from embodied.commands.report import report_runs
 from embodied.commands.train import train_run
 from embodied.config.files import parse_config
 from embodied.config.schema import Config
 from embodied.devices import Affinity
 from embodied.errors import UserError
-from embodied.evaluation.folder import read_folder
+from embodied.evaluation.folder import EvalFolder, read_folder
+from embodied.evaluation.protocol import Protocol
 from embodied.execution.session import Session
+from embodied.reporting.metrics import SELECTION, read
+from embodied.reporting.run_record import read_run
+from embodied.rollout.evaluator import EpisodeOutcome
+from embodied.rollout.executed_chunks import Delayed
 from embodied.run import checkpoint
 from embodied.run.saved_settings import settings_of
+from embodied.training.selection import OTHER_SEEDS, selection_protocol
 from embodied.workflows.conventions import differences
 from tests.embodied.execution.test_executor import Reference, ray, reference
 from tests.embodied.execution.test_observation_history import APART, assert_on_policy, looking_back
@@ -125,7 +135,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     settings: dict[str, Any] = {
         **late(STATES, "1:50,2:50"), "workflow": "ppo", "iterations": 1, "name": "late",
-        "eval": {"episodes": 4, "videos": 0}, "runtime": {"mode": "inline"}, "farm": {"physics_workers": 1},
+        "eval": {"episodes": 4, "videos": 0, "every": 1}, "runtime": {"mode": "inline"}, "farm": {"physics_workers": 1},
     }  # fmt: skip
     train_run(parse_config(settings, "test"), "late", folder, resume=False)
     return folder / "late"
@@ -138,6 +148,82 @@ def test_a_trained_policy_acts_with_and_without_a_delay(trained: Path, tmp_path:
     folder = read_folder(tmp_path / "e")
     plain, delayed = (folder.actions(folder.in_order()[trial]) for trial in (0, 4))
     assert np.array_equal(plain[:2], delayed[:2]) and not np.array_equal(plain[2:4], delayed[2:4])
+
+
+def evaluated(trained: Path, into: Path, seed: int = 3, **evaluation: Any) -> EvalFolder:
+    settings = settings_of(str(trained), trained.parent).model_dump(mode="json") | {"seed": seed}
+    settings["eval"] |= evaluation
+    evaluate_run(str(trained), Config.model_validate(settings), None, trained.parent, into=into)
+    return read_folder(into)
+
+
+def assert_same(ours: Sequence[EpisodeOutcome], theirs: Sequence[EpisodeOutcome], *folders: EvalFolder) -> None:
+    first, second = folders
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.total_reward == other.total_reward and np.array_equal(first.actions(one), second.actions(other))
+
+
+def test_a_run_ends_with_an_evaluation_under_its_delay_and_without(trained: Path, tmp_path: Path) -> None:
+    named = evaluated(trained, tmp_path / "named", delay=["1:50,2:50"])
+    result = json.loads((trained / "eval.json").read_text())
+    own = read_folder(Path(result["folder"]))
+    assert_same(own.in_order()[:4], named.in_order()[4:], own, named)
+    assert_same(own.in_order()[4:], named.in_order()[:4], own, named)
+    assert result["episodes"] == 4 and [one["axis"] for one in result["conditions"]] == ["wait"]
+    for row, outcomes in ((result, named.in_order()[4:]), (result["conditions"][0], named.in_order()[:4])):
+        assert row["return"] == pytest.approx(np.mean([one.total_reward for one in outcomes]))
+    text = (trained / "eval.md").read_text()
+    assert "with the delay of the training, in env steps: naive 1:0.5,2:0.5; each trial also without a delay" in text
+    assert "The tables above are of the episodes under the delay of the training." in text
+    assert "| no delay (wait)" in text
+    later = evaluated(trained, tmp_path / "later")
+    assert later.identity == own.identity
+    assert_same(own.in_order(), later.in_order(), own, later)
+
+
+def test_no_delay_is_evaluated_on_request(trained: Path, tmp_path: Path) -> None:
+    plain, own = evaluated(trained, tmp_path / "e", delay=["0"]), newest(trained)
+    assert_same(plain.in_order(), own.in_order()[4:], plain, own)
+    assert "delay" not in (tmp_path / "e" / "eval.md").read_text()
+
+
+def newest(trained: Path) -> EvalFolder:
+    return read_folder(Path(json.loads((trained / "eval.json").read_text())["folder"]))
+
+
+def test_checkpoints_are_chosen_under_the_delay(trained: Path, tmp_path: Path) -> None:
+    chosen = read_folder(trained / "evals" / "selection" / "000001")
+    named = evaluated(trained, tmp_path / "e", 3 ^ OTHER_SEEDS, delay=["1:50,2:50"])
+    assert_same(chosen.in_order(), named.in_order()[4:], chosen, named)
+    (row,) = read(trained, SELECTION)
+    assert row["eval/return"] == pytest.approx(np.mean([one.total_reward for one in named.in_order()[4:]]))
+
+    def of(**evaluation: Any) -> Protocol:
+        return selection_protocol(parse_config({**late(STATES, 1), "eval": evaluation}, "test"))
+
+    own = Delayed("naive", "1", 2)
+    for evaluation in ({}, {"delay": 2, "delay_method": "ensemble"}, {"protocol": "latency"}, {"axes": ["start"]}):
+        assert (of(**evaluation).trained_delay, of(**evaluation).total) == (own, 50)
+    assert of(delay=0).trained_delay is None
+
+
+def test_pages_show_a_run_by_its_success_under_the_delay(trained: Path, tmp_path: Path) -> None:
+    twins = [tmp_path / "a", tmp_path / "b"]
+    for twin in twins:
+        shutil.copytree(trained, twin, ignore=shutil.ignore_patterns("perturbed.json"))  # of other tests
+        result = json.loads((twin / "eval.json").read_text())
+        rates = {"success_rate": 0.75, "success_low": 0.5, "success_high": 0.9}
+        (twin / "eval.json").write_text(json.dumps(result | rates))  # so that the numbers differ
+    names = [one.name for one in read_run(twins[0]).conditions]
+    assert names == ["naive 1:0.5,2:0.5, 2 env steps", "no delay (wait)"]
+    report_runs([str(twins[0])], tmp_path)
+    page = (twins[0] / "report.html").read_text()
+    assert "Under delays" in page and "The episodes under the delay of the training are repeated without one" in page
+    assert "75%" in page
+    both = report_runs([*map(str, twins)], tmp_path, tmp_path / "both.html")
+    page = Path(both["report"]).read_text()
+    assert "naive 1:0.5,2:0.5 2" in page and "no delay (wait)" in page and "delay 1:0.5,2:0.5" in page
+    assert [one["success_rate"] for one in both["groups"]] == [0.75]
 
 
 def test_an_evaluation_has_a_delay_of_its_own(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from embodied.rollout.rollout_summary import EpisodePart
 from embodied.trajectories.batch import Trajectories
 from embodied.trajectories.memory import TrajectoryMemory
 from embodied.trajectories.random_streams import SamplingNoise
-from policies.contract import Action, Inputs
+from policies.contract import Action, Inputs, Policy, PolicySpec
 from sim_farm.client.farm import Farm
 from sim_farm.contract import PhysicsResult, TaskSpec
 from sim_farm.episodes import EndlessEpisodes, Episodes, GroupedEpisodes
@@ -29,7 +30,9 @@ from sim_farm.registry import make_physics
 from sim_farm.shared_memory.slot_layout import FarmSpec
 from sim_farm.workers.hosts import InProcess
 from tests.embodied.rollout.test_policy_worker import ENVS, SEED, Reflex, Watcher
+from tests.embodied.support.clock_policy import Clock
 from tests.embodied.support.copied_out import copied_out
+from tests.embodied.support.evaluations import config, evaluated
 
 LIMIT = 11
 """Env steps of an episode; with chunks of 4 some end within the env steps of the decision before."""
@@ -47,8 +50,8 @@ class Foresees(Reflex):
 
 @contextmanager
 def worker(
-    delay: str, interval: int, groups: int = 2, physics_workers: int = 1, kind: type[Reflex] = Reflex,
-    episodes: Episodes | None = None, rounds: int = 13,
+    delay: str, interval: int, groups: int = 2, physics_workers: int = 1, kind: Callable[..., Policy] = Reflex,
+    episodes: Episodes | None = None, rounds: int = 13, reads: tuple[str, ...] = ("state",),
 ) -> Iterator[PolicyWorker]:  # fmt: skip
     delayed = Delayed("naive", delay, interval)
     policy = kind(chunk=interval + delayed.most)
@@ -57,7 +60,7 @@ def worker(
     )
     farm = Farm.create(spec, InProcess(), frame_rows=0)
     try:
-        settings = RolloutSettings(("state",), (SEED,), "always", rounds, delayed=delayed)
+        settings = RolloutSettings(reads, (SEED,), "always", rounds, delayed=delayed)
         made = PolicyWorker(policy, farm, settings)
         made.use(TrajectoryMemory.create(made.layout(), farm.frames, shared=False))
         yield made
@@ -224,6 +227,36 @@ def test_whole_episodes_have_all_of_their_env_steps() -> None:
                         assert_lived(batch, t, column, one)
                 assert int(batch.mask[:, column].sum()) == sum(bool(one.rewards) for one in mine)
                 assert int((batch.executed * batch.mask)[:, column].sum()) == sum(len(one.rewards) for one in mine)
+
+
+@pytest.mark.parametrize(("delay", "interval"), [("3", 5), ("4", 4), ("1", 2)])
+def test_an_evaluation_under_the_runs_delay_executes_what_training_does(
+    delay: str, interval: int, tmp_path: Path
+) -> None:
+    """Of a policy whose actions tell by which decision they were taken."""
+
+    def clock(chunk: int) -> Clock:
+        return Clock(PolicySpec(action_dim=3, chunk=chunk, state_dim=16))
+
+    with worker(delay, interval, kind=clock, reads=("state", "episode")) as made:
+        made.begin()
+        made.rollout(LIMIT)
+        batch = copied_out(made.trajectories())
+    assert batch.first is not None and batch.executed is not None
+    settings = config(
+        {"runtime": {"mode": "inline"}, "farm": {"physics_workers": 1}},
+        env={"task": TASK.name, "num_envs": 2, "max_episode_steps": LIMIT, "delay": delay},
+        policy={"kind": f"{Clock.__module__}:Clock", "reads": ["state", "episode"], "chunk": interval},
+        eval={"episodes": 2, "videos": 0},
+    )
+    folder = evaluated(tmp_path / "e", settings)
+    under, _, without, _ = (folder.actions(outcome) for outcome in folder.in_order())
+    for env in range(ENVS):
+        rows = zip(batch.first[:, env].tolist(), batch.executed[:, env].tolist(), strict=True)
+        parts = [batch.trace["action"][t * ENVS + env, first : first + count] for t, (first, count) in enumerate(rows)]
+        executed = torch.cat(parts)[:LIMIT]
+        assert np.array_equal(under, executed.numpy())
+    assert not np.array_equal(under, without) and len(under) == len(without) == LIMIT
 
 
 # --- snapshots
