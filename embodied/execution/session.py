@@ -29,8 +29,8 @@ from sim_farm.workers import faults
 
 @dataclass(frozen=True)
 class Session:
-    """A runtime, and the farms on it. Ray is started when the first farm of a run is being built; before that, the
-    runtime's `host` answers what a simulator says of a task (`describe`)."""
+    """A runtime, and the farms on it. Ray is started while simulators import: for the descriptions of their tasks
+    (`describe`) if they are asked for them, else for the first farm."""
 
     config: Config
     runtime: Runtime
@@ -47,11 +47,12 @@ class Session:
             found |= {node.name: ident, node.address: ident}
         return found
 
-    def describe(self, tasks: Sequence[TaskSpec], farms: Sequence[FarmSpec]) -> tuple[TaskInfo, ...]:
-        """Ask the simulators for descriptions of the tasks, before a farm is built. Ray is not started; processes for
-        the workers of `farms` are started, and import their simulators meanwhile."""
+    def describe(self, tasks: Sequence[TaskSpec], farms: Sequence[FarmSpec], workers: int) -> tuple[TaskInfo, ...]:
+        """Ask the simulators for descriptions of the tasks, before a farm is built. While the processes for the workers
+        of `farms` import their simulators, Ray is started, with processes for as many `workers`."""
         host = self.runtime.host
         host.prepare([one for farm in farms for one in farm.processes])
+        self._prepare(workers)
         return tuple(map(host.describe, tasks))
 
     @contextmanager
@@ -76,11 +77,7 @@ class Session:
         cores = () if self.config.runtime.mode == "inline" else tuple(place.cores for place in placed)
         farm = Farm.create(specs, hosts, cores, frame_rows)
         try:
-            if workers and not self.runtime.started:
-                with steps("Starting Ray", None):
-                    self.runtime.prepare(workers)
-            else:
-                self.runtime.prepare(workers)
+            self._prepare(workers)
             _await_built(farm, self.runtime)
             yield farm
         finally:
@@ -89,6 +86,14 @@ class Session:
     def reach(self, farm: Farm) -> Farm | FarmAddress:
         """The farm as a worker of this runtime can be given it."""
         return farm if farm.in_process else farm.address
+
+    def _prepare(self, workers: int) -> None:
+        """Start processes for workers, and Ray before the first."""
+        if workers and not self.runtime.started:
+            with steps("Starting Ray", None):
+                self.runtime.prepare(workers)
+        else:
+            self.runtime.prepare(workers)
 
     def _configured(self, spec: FarmSpec) -> FarmAssignment:
         workers = {"physics_workers": spec.physics_workers, "render_workers": spec.render_workers}

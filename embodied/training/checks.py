@@ -3,7 +3,7 @@
 An entry says what it needs, which commands it is for, and the function that raises `UserError`, `PolicyError` or
 `FarmError`. What needs nothing is answered before torch is imported (`check_settings`, by the command line and the
 functions of `embodied`); then come packages, files and checkpoints, and what simulators that are quickly made say of
-their tasks (`check_start`); other simulators are asked in the session, before Ray and the farm are started
+their tasks (`check_start`); other simulators are asked in the session, before the farm is started and while Ray is
 (`check_tasks`). An assignment is checked where it is made: only a cluster knows the machines of a plan.
 """
 
@@ -657,11 +657,12 @@ def check_start(checked: Checked) -> None:
 
 def check_tasks(checked: Checked, session: Session) -> None:
     """Check the tasks whose simulators are not quick: they are asked in processes, which the farm then uses for
-    its workers. Ray and the farm are not started."""
+    its workers. Ray is started meanwhile, with processes for the first workers. The farm is not."""
     if not checked.is_quick:
         here = not checked.config.farm.nodes
         farms = tuple(_farms(checked, at_once=True)) if here else ()
-        check_described(checked, session.describe(checked.specs, farms))
+        workers = 2 if checked.command in ROLLOUTS else 1  # the policy worker, and the learner
+        check_described(checked, session.describe(checked.specs, farms, workers))
 
 
 def check_described(checked: Checked, infos: Sequence[TaskInfo]) -> None:

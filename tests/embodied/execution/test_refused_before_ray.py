@@ -1,5 +1,5 @@
-"""What only a simulator knows of a task is refused before an environment of a farm is built and before Ray is
-started, by every command: where the simulator is quick, in the command's process, else in a process of the session."""
+"""What only a simulator knows of a task is refused before an environment of a farm is built, by every command: where
+the simulator is quick, in the command's process before Ray is started, else in a process of the session, meanwhile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from embodied import cli
 from embodied.config.files import parse_config, save_config
 from embodied.runtime.ray.cluster import RayCluster
+from embodied.runtime.ray.runtime import RayRuntime
 from tests.embodied.support import stranger
 
 OWN = "tests.sim_farm.test_gymnasium:gymnasium/farm-tests"
@@ -72,16 +73,21 @@ class RayStarted(Exception):
 
 
 @pytest.fixture(autouse=True)
-def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Numbers of the workers for which Ray would have been started early."""
+
     def start_ray(self: RayCluster, *arguments: Any) -> None:
         raise RayStarted
 
+    numbers: list[int] = []
     monkeypatch.setattr(RayCluster, "start_ray", start_ray)
+    monkeypatch.setattr(RayRuntime, "prepare", lambda self, workers: numbers.append(workers))
     monkeypatch.chdir(tmp_path)
     stranger.write(tmp_path / "packages")
     monkeypatch.syspath_prepend(tmp_path / "packages")
     for name in [name for name in sys.modules if name.partition(".")[0] == "stranger"]:
         monkeypatch.delitem(sys.modules, name)
+    return numbers
 
 
 def command(verb: str, settings: dict[str, Any], folder: Path) -> list[str]:
@@ -94,13 +100,14 @@ def command(verb: str, settings: dict[str, Any], folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("verb", "mistake"), [(verb, mistake) for mistake, (_, _, verbs) in MISTAKES.items() for verb in verbs]
 )
-def test_what_a_simulator_knows_is_refused_before_ray_is_started(
-    verb: str, mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_a_simulator_knows_is_refused_before_a_farm_is_built(
+    verb: str, mistake: str, prepared: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings, says, _ = MISTAKES[mistake]
     status = cli.main(command(verb, settings, tmp_path))
     said = " ".join(capsys.readouterr().err.split())
     assert status == 2 and says in said, said
+    assert len(prepared) == mistake.startswith("slow"), "Ray is started while slow simulators are asked"
     left = [path for path in tmp_path.rglob("*") if path.is_file() and "packages" not in path.parts]
     assert left == [tmp_path / "own.yaml"], "nothing is left behind"
 
