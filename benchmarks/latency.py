@@ -140,9 +140,15 @@ def _rows(folders: Sequence[EvalFolder]) -> list[dict[str, Any]]:
     for method, delay, step in late[0]:
         members = [found[method, delay, step] for found in late]
         pairs = [difference(list(zip(ours, theirs, strict=True))) for ours, theirs in zip(members, plain, strict=True)]
-        found = _interval("difference", mean_interval([pair["difference"] for pair in pairs]))
-        rows.append({"method": method, "delay": delay, **_success(members), **found, "differences": pairs})
+        rows.append({"method": method, "delay": delay, **_success(members), **_mean(pairs), "differences": pairs})
     return rows
+
+
+def _mean(pairs: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The difference, its mean over several seeds with Student's t interval; of one seed with Tango's."""
+    if len(pairs) == 1:
+        return {name: pairs[0][name] for name in ("difference", "difference_low", "difference_high")}
+    return _interval("difference", mean_interval([pair["difference"] for pair in pairs]))
 
 
 def _success(members: Sequence[Sequence[EpisodeOutcome]]) -> dict[str, Any]:

@@ -154,7 +154,10 @@ def _compared(
 ) -> dict[str, Any]:
     """Differences over the same episodes, seed by seed, and their mean."""
     pairs = [difference(list(zip(one, other, strict=True))) for one, other in zip(these, those, strict=True)]
-    return {f"{name}s": pairs, **_interval(name, mean_interval([pair["difference"] for pair in pairs]))}
+    found = mean_interval([pair["difference"] for pair in pairs])
+    if len(pairs) == 1:
+        found = pairs[0]["difference"], pairs[0]["difference_low"], pairs[0]["difference_high"]
+    return {f"{name}s": pairs, **_interval(name, found)}
 
 
 def _interval(name: str, found: tuple[float, float, float]) -> dict[str, float]:
