@@ -65,8 +65,9 @@ def load(folder: str | Path, code: Collection[str] = ()) -> Policy:
         )
     spec = _spec(config["spec"], folder / CONFIG)
     try:
-        form = policy_kind(config["kind"]).format
-        arguments = config["architecture"] | form.restore_arguments(folder / ACTOR)
+        kind = policy_kind(config["kind"])
+        form = kind.format
+        arguments = _architecture(config, kind) | form.restore_arguments(folder / ACTOR)
         if form.is_own:
             # Sizes are outside data: no memory is taken before the tensors are seen to have them.
             with torch.device("meta"):
@@ -130,6 +131,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def _architecture(config: dict[str, Any], kind: PolicyKind) -> dict[str, Any]:
+    """The saved options, without those of earlier versions."""
+    return {name: value for name, value in config["architecture"].items() if name not in kind.former}
+
+
 def _hint(folder: Path) -> str:
     if not (folder / CONFIG.name).exists():
         return ""
@@ -162,7 +168,7 @@ def _differences(found: dict[str, Any], expected: dict[str, Any], kind: PolicyKi
     defaults = {name: list(v) if isinstance(v, tuple) else v for name, v in arguments_of(kind).items()}
     pairs = {
         "spec": (SPEC_DEFAULTS | found["spec"], expected["spec"]),
-        "architecture": (defaults | found["architecture"], defaults | expected["architecture"]),
+        "architecture": (defaults | _architecture(found, kind), defaults | expected["architecture"]),
     }
     differences = [
         f"{part}.{name} is {there.get(name)!r}, expected {here.get(name)!r}"

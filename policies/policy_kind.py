@@ -7,7 +7,7 @@ that differs from them is a `PolicyKind` beside its class.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from policies.contract import Policy
 from policies.errors import PolicyError
 from policies.files import SINGLE, layout, layouts, read_tensors, shown
 
+RECOMPUTED = {"gradient_checkpointing": "optim.recompute"}
+"""`PolicyKind.former` of policies that once recomputed activations by an option of theirs."""
 WHOLE = 50
 """A whole chunk of LeRobot's defaults: executed without a look at what became of its beginning."""
 
@@ -179,6 +181,9 @@ class PolicyKind:
     incidental: frozenset[str] = frozenset()
     """Options, and `spec.NAME` of the spec, that no saved weight depends on: where things lie, how they are computed,
     and how actions are drawn from what was computed."""
+    former: Mapping[str, str] = field(default_factory=dict)
+    """Options of earlier versions that no saved weight depends on, and the setting that each of them is now. Saved
+    policies may name them; whoever builds a policy may not."""
     trainable: bool = True
     """False if its policies have no weights: they can be evaluated and recorded, not trained."""
     pretrained: bool = False

@@ -206,6 +206,8 @@ def _with_options(kind: str, architecture: Mapping[str, Any]) -> PolicyKind:
     found = policy_kind(kind)
     known = arguments_of(found)
     for name, value in architecture.items():
+        if name in found.former:
+            raise PolicyError(f"there is no policy.options.{name} any more: set {found.former[name]} in its place")
         if name not in known:
             raise PolicyError(f"{kind} has no architecture argument {shown(name)}{nearest(name[:100], list(known))}")
         if not _fits(value, known[name]):

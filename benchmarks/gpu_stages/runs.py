@@ -26,7 +26,6 @@ def vla_config(work: Work, checkpoint: Path, runtime: Runtime, lora_rank: int = 
         "checkpoint": str(checkpoint),
         "unnorm_key": "demonstrations",
         "dtype": "float32" if work.tiny else "bfloat16",
-        "gradient_checkpointing": True,
         "lora_rank": lora_rank,
     }
     policy = {
@@ -43,7 +42,7 @@ def vla_config(work: Work, checkpoint: Path, runtime: Runtime, lora_rank: int = 
             "policy": policy,
             "rollout": {"decisions": 2} | sections.get("rollout", {}),
             "loss": {"ratio_unit": "action", "value_clip": None},
-            "optim": {"epochs": 1, "policy_lr": 1e-5, "adam_eps": 1e-8} | sections.get("optim", {}),
+            "optim": {"epochs": 1, "policy_lr": 1e-5, "adam_eps": 1e-8, "recompute": True} | sections.get("optim", {}),
             "runtime": {"mode": runtime},
         },
         "benchmarks/gpu_stages",

@@ -138,7 +138,7 @@ def _act(f: Figures) -> tuple[str, str]:
 def _learn(f: Figures) -> tuple[str, str]:
     how = [
         f"micro-batch {f['micro_batch']}",
-        *["recomputing"] * f["gradient_checkpointing"],
+        *["recomputing"] * f["recomputed"],
         *["cached"] * f["cached_features"],
     ]
     measured = f"{f['samples_per_s']:,.1f} samples/s, utilisation {f['mfu']:.0%}"

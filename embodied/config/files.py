@@ -164,6 +164,7 @@ def _rename_former(data: dict[str, Any]) -> None:
         optim["lr_schedule"] = "linear"
     if (checkpoint := policy.pop("path", None)) is not None:
         policy["options"] = {**_section(policy, ["options"]), "checkpoint": checkpoint}
+    _rename_recompute(policy, optim)
     _join(data, "stop_at", {name: data.pop(name, None) for name in ("stop_at_success", "stop_at_return")})
     reward, advantage = _section(data, ["reward"]), _section(data, ["advantage"])
     _join(reward, "model", {name: reward.pop(name, None) for name in ("function", "classifier")})
@@ -191,6 +192,18 @@ def _rename_former(data: dict[str, Any]) -> None:
         evaluation["axes"] = [*axes, *evaluation.pop("event")]
     if evaluation.pop("prompt", None) == "published" and evaluation.get("protocol") in ("libero-plus", "libero-pro"):
         evaluation["protocol"] += "-published"
+
+
+def _rename_recompute(policy: dict[str, Any], optim: dict[str, Any]) -> None:
+    """Read `policy.options.gradient_checkpointing` as `optim.recompute`, for kinds that had the former. A kind that is
+    named by its module may have an option of this name, and is not imported."""
+    options, kind = _section(policy, ["options"]), str(policy.get("kind"))
+    if "gradient_checkpointing" not in options or ":" in kind:
+        return
+    from policies.registry import policy_kind  # an import of seconds, which other files do not wait for
+
+    if "gradient_checkpointing" in policy_kind(kind).former and options.pop("gradient_checkpointing"):
+        optim["recompute"] = True
 
 
 def _join(section: dict[str, Any], key: str, former: Mapping[str, Any]) -> None:

@@ -9,7 +9,8 @@ collocated run: there is one copy of the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ from embodied.config.schema import LossConfig, OptimConfig
 from embodied.devices import CPU, decide, device_of, release, to_host
 from embodied.errors import UserError
 from embodied.learning.optimizer import make_optimizer
+from embodied.learning.recompute import recompute
 from embodied.learning.update import Denominators, LossFunction, micro_batch_loss, read_losses
 from embodied.reporting.live import steps
 from embodied.trajectories.batch import TensorDecisions
@@ -39,7 +41,7 @@ from embodied_bench.measured_policy import (
     rows_of,
 )
 from embodied_bench.settings import BenchLearner
-from policies.capabilities import Precomputes
+from policies.capabilities import GathersInGroups, Precomputes
 from policies.contract import Inputs, Policy
 from policies.openvla.policy import TokenPolicy
 from policies.pi0 import sizes as pi0_sizes
@@ -53,14 +55,14 @@ class Case:
     """A variant of the update."""
 
     micro_batch: int
-    checkpointing: bool
-    """Activations are computed again in the backward pass rather than kept."""
+    recomputed: bool
+    """True: activations are computed again in the backward pass, as by `optim.recompute`."""
     cached: bool
     """True: features that depend on no trained weight are computed once for all epochs, outside the measured time."""
 
     @property
     def name(self) -> str:
-        notes = ["recompute"] * self.checkpointing + ["cache"] * self.cached
+        notes = ["recompute"] * self.recomputed + ["cache"] * self.cached
         return ", ".join([str(self.micro_batch), *notes])
 
 
@@ -110,8 +112,10 @@ class Update:
 
     def step(self, case: Case) -> None:
         """One optimiser step on all samples, as `Learner` takes it."""
-        if isinstance(self.policy, TokenPolicy):
-            self.policy.gradient_checkpointing = case.checkpointing
+        with _recomputing(self.policy) if case.recomputed else nullcontext():
+            self._step(case)
+
+    def _step(self, case: Case) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         rows, loss_function = self.rows[case.cached], LossFunction(self._loss)
         assert rows is not None
@@ -129,6 +133,19 @@ class Update:
         self.optimizer.step()
 
 
+@contextmanager
+def _recomputing(policy: Policy) -> Iterator[None]:
+    """Within, the activations of the policy's blocks are recomputed."""
+    before = {module: module.forward for module in policy.modules()}
+    recompute(policy)
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            if module.forward != forward:
+                module.forward = forward
+
+
 def bench_learner(bench: BenchLearner) -> dict[str, Any]:
     """Measure every micro-batch, with and without recomputation (and cached features), three rounds in turn."""
     micro_batches = check_batches(bench.micro_batches, "micro-batches")
@@ -142,7 +159,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
     costs, dtype = network.costs, str(network.dtype).removeprefix("torch.")
     update = Update(policy, minibatch, bench.seed)
     cached = (False, True) if update.rows[True] is not None else (False,)
-    recomputed = (False, True) if isinstance(policy, TokenPolicy) else (False,)
+    recomputed = (False, True) if isinstance(policy, GathersInGroups) else (False,)
     cases = [Case(m, again, c) for c in cached for again in recomputed for m in micro_batches]
     machine = measure_machine(device, dtype)
     peaks = _warm_up(update, cases, device)
@@ -161,7 +178,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
     result |= {"minibatch": minibatch, "lora_rank": rank, "trained": trained, "off_policy": update.off_policy}
     result["cases"] = [_case(case, times.get(case), peaks[case], minibatch, costs, machine) for case in cases]
     best = max((case for case in result["cases"] if "mfu" in case), key=lambda case: case["samples_per_s"])
-    kept = ("micro_batch", "gradient_checkpointing", "cached_features", "samples_per_s", "limit_samples_per_s")
+    kept = ("micro_batch", "recomputed", "cached_features", "samples_per_s", "limit_samples_per_s")
     result |= {name: best[name] for name in (*kept, "share_of_limit", "mfu", "peak_memory_bytes")}
     result["memory"] = memory(policy, update.optimizer, device)
     _show(result)
@@ -170,7 +187,7 @@ def bench_learner(bench: BenchLearner) -> dict[str, Any]:
 
 def _options(bench: BenchLearner) -> dict[str, Any]:
     """Options of the policy: adapters are for OpenVLA; pi0's expert is trained, as published."""
-    return {} if bench.model in pi0_sizes.MODELS else {"lora_rank": bench.lora_rank, "gradient_checkpointing": True}
+    return {} if bench.model in pi0_sizes.MODELS else {"lora_rank": bench.lora_rank}
 
 
 def _warm_up(update: Update, cases: Iterable[Case], device: torch.device) -> dict[Case, Peak | None]:
@@ -194,7 +211,7 @@ def _case(
 ) -> dict[str, Any]:
     named = {
         "micro_batch": case.micro_batch,
-        "gradient_checkpointing": case.checkpointing,
+        "recomputed": case.recomputed,
         "cached_features": case.cached,
     }
     if times is None or peak is None:
@@ -238,7 +255,7 @@ def _show(result: dict[str, Any]) -> None:
     what = f"LoRA rank {result['lora_rank']}" if result["lora_rank"] else result["trained"]
     table = results_table(f"{result['model']}, {what}, {result['dtype']}, {result['hardware']}", "samples/s")
     for found in result["cases"]:
-        name = Case(found["micro_batch"], found["gradient_checkpointing"], found["cached_features"]).name
+        name = Case(found["micro_batch"], found["recomputed"], found["cached_features"]).name
         add_rates(table, name, found, "samples_per_s")
     console, memory = Console(), {name: value / 1e9 for name, value in result["memory"].items()}
     console.print(table)

@@ -16,7 +16,7 @@ from embodied_language.policy import EngineWrittenPolicy, LanguageOptions, Langu
 from policies import lora
 from policies.contract import Policy
 from policies.files import ADAPTER_CONFIG, Shards
-from policies.policy_kind import LoadedBy, PolicyFormat, PolicyKind
+from policies.policy_kind import RECOMPUTED, LoadedBy, PolicyFormat, PolicyKind
 
 LINES = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,12 +99,12 @@ LANGUAGE = LanguageKind(
             "rows",
             "engine",
             "engine_timeout_s",
-            "gradient_checkpointing",
             "value_per_action",  # the head is the same
             "spec.chunk",
             "spec.horizon",
         }
     ),
+    former=RECOMPUTED,
     pretrained=True,
     chooses=True,
     blank_instruction="",  # as of an environment that rests: it is answered by one token

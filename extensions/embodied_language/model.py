@@ -8,8 +8,7 @@ the width, V the vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +68,6 @@ class CausalModel(AdaptedModel):
         self.shards: Shards | None = None
         """Source of the tensors; None where they were drawn."""
         self._digested = self._first_last_and_norm()
-        self._recomputed: list[nn.Module] = []
-        """Layers whose activations the backward pass computes again."""
 
     @property
     def decoder(self) -> Any:
@@ -142,15 +139,14 @@ class CausalModel(AdaptedModel):
             name: self._mask(valid if window is None else valid & (positions[:, :, None] - keys[:, None] < window))
             for name, window in self.windows().items()
         }
-        with self._recomputing(cache is None and torch.is_grad_enabled()):
-            found = self.decoder(
-                input_ids=tokens,
-                # Families whose layers differ take a mask for each type of layers, the others one.
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
+        found = self.decoder(
+            input_ids=tokens,
+            # Families whose layers differ take a mask for each type of layers, the others one.
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
         return found.last_hidden_state
 
     def _mask(self, seen: Tensor) -> Tensor:
@@ -169,34 +165,6 @@ class CausalModel(AdaptedModel):
         found = head.forward(inputs_embeds=states.reshape(1, -1, states.shape[-1])).logits
         found = found.view(*states.shape[:-1], -1)[..., : self.known]
         return found.to(torch.promote_types(found.dtype, torch.float32))
-
-    def recompute(self) -> None:
-        """From now on keep the states between layers alone for the backward pass, which computes the rest again.
-        Raises `PolicyError` for a family that cannot."""
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        self._recomputed = [layer for layer in self.layers if isinstance(layer, GradientCheckpointingLayer)]
-        if not self._recomputed or not self.network.supports_gradient_checkpointing:
-            name = type(self.network).__name__
-            raise PolicyError(
-                f"{name} cannot recompute activations: set policy.options.gradient_checkpointing to false"
-            )
-        # To the end of each layer, so that hooks of its parts run in both passes.
-        self.network.activation_checkpointing_enable({"use_reentrant": False, "early_stop": False})
-        self.network.disable_input_require_grads()  # which reentrant recomputation alone needs
-
-    @contextmanager
-    def _recomputing(self, wanted: bool) -> Iterator[None]:
-        """Within, layers recompute if `wanted`: transformers does so in training mode. Their parts stay out of it, so
-        that there is no dropout."""
-        layers = self._recomputed if wanted else []
-        for layer in layers:
-            layer.training = True
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.training = False
 
     # --- files
 

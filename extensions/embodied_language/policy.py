@@ -72,8 +72,6 @@ class LanguageOptions:
     """0: as the rank."""
     adapter: str = ""
     """PEFT directory of an adapter, which is trained further."""
-    gradient_checkpointing: bool = False
-    """True: activations are computed again in the backward pass."""
     value_per_action: bool = False
     """True: a value for each token of an answer, for `advantage.credit: action`; False: one for the answer."""
 
@@ -155,8 +153,6 @@ class LanguagePolicy(lora.AdaptedPolicy):
             lora.attach(
                 self.model, {"r": options.lora_rank, "lora_alpha": alpha, "target_modules": self.model.linear_layers}
             )
-        if options.gradient_checkpointing:
-            self.model.recompute()
         self.value_head = nn.Linear(self.model.width, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)

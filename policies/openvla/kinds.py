@@ -24,7 +24,7 @@ from policies.openvla.oft import OpenVLAOFT
 from policies.openvla.options import OFTOptions, TokenOptions
 from policies.openvla.policy import OpenVLA, TokenPolicy
 from policies.openvla.side_files import ACTION_HEAD, FILM, PROPRIO, choose_side_files, find_side_files, step_of
-from policies.policy_kind import LoadedBy, PolicyFormat, PolicyKind
+from policies.policy_kind import RECOMPUTED, LoadedBy, PolicyFormat, PolicyKind
 from policies.random_weights import RANDOM_WEIGHTS
 from policies.transforms import Transforms
 
@@ -184,6 +184,6 @@ def _modules_with_files(policy: OpenVLAOFT) -> dict[str, nn.Module]:
     return {name: module for name, module in every.items() if module is not None}
 
 
-INCIDENTAL = frozenset({"checkpoint", "adapter", "any_base", "gradient_checkpointing", "image_backend", "temperature"})
-OPENVLA = PolicyKind(OpenVLA, TokenOptions, OpenVLAFormat(OpenVLA), INCIDENTAL, pretrained=True)
-OPENVLA_OFT = PolicyKind(OpenVLAOFT, OFTOptions, OFTFormat(OpenVLAOFT), INCIDENTAL, pretrained=True)
+INCIDENTAL = frozenset({"checkpoint", "adapter", "any_base", "image_backend", "temperature"})
+OPENVLA = PolicyKind(OpenVLA, TokenOptions, OpenVLAFormat(OpenVLA), INCIDENTAL, RECOMPUTED, pretrained=True)
+OPENVLA_OFT = PolicyKind(OpenVLAOFT, OFTOptions, OFTFormat(OpenVLAOFT), INCIDENTAL, RECOMPUTED, pretrained=True)

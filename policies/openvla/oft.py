@@ -141,7 +141,6 @@ class OpenVLAOFT(TokenPolicy):
         """[B, K, D]: the states that predict the chunk's tokens; they see none of these tokens."""
         count = self.spec.chunk * self.spec.action_dim
         sequence = self.prepare(inputs, count + self.stop, features)
-        self._checkpointing()
         return chunk_states(self.model, sequence, count, self.stop)
 
     def vision_features(self, inputs: Inputs) -> Tensor:

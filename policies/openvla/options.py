@@ -57,8 +57,6 @@ class TokenOptions:
     """0: as the rank."""
     lora_parts: Sequence[str] = ("language", "projector")
     """Parts that have new adapters: language, projector, vision."""
-    gradient_checkpointing: bool = False
-    """True: activations of the language model are computed again in the backward pass."""
     value_widths: Sequence[int] = (512, 128)
     """Widths of the value head's hidden layers."""
     value_per_action: bool = False

@@ -83,7 +83,6 @@ class TokenPolicy(lora.AdaptedPolicy):
         self.source = source = Path(options.checkpoint if saved_adapter or not weights else weights).resolve()
         self.spec = spec
         self.temperature = float(options.temperature)
-        self.gradient_checkpointing = options.gradient_checkpointing
         self.noise_dim = spec.chunk * spec.action_dim
         self.model = load_model(source, options.dtype)
         self.film = load_film(self.model, self.files[FILM]) if FILM in self.files else None
@@ -119,8 +118,6 @@ class TokenPolicy(lora.AdaptedPolicy):
         # What `precompute` covers stays the same while gradients are switched off for a pass.
         self._trains_towers = _is_trained(self.model.vision_backbone)
         self._trains_projector = _is_trained(self.model.projector)
-        if options.gradient_checkpointing:
-            self.model.language_model.activation_checkpointing_enable({"use_reentrant": False})
         values = spec.chunk if options.value_per_action else None
         self.value_head = ValueHead(self.model.width, options.value_widths, values)
         if self.model.dtype != torch.float32:
@@ -255,13 +252,6 @@ class TokenPolicy(lora.AdaptedPolicy):
         """[B, I * patches, E]: what the towers see of the cameras' pictures."""
         return self.model.vision_features(self._pixels(inputs))
 
-    def _checkpointing(self) -> None:
-        """Recompute activations in the backward pass, if that is asked for: transformers does so in training mode,
-        which changes nothing else in a network without dropout."""
-        wanted = self.gradient_checkpointing and torch.is_grad_enabled()
-        if self.model.language_model.training != wanted:
-            self.model.language_model.train(wanted)
-
     def _shaped(self, x: Tensor) -> Tensor:
         return x.view(-1, self.spec.chunk, self.spec.action_dim)
 
@@ -291,7 +281,6 @@ class OpenVLA(TokenPolicy):
     def act(self, inputs: Inputs, noise: Tensor | None) -> Action:
         if noise is not None:
             noise = checked_noise(noise, self.noise_dim)
-        self._checkpointing()
         sequence = self.prepare(inputs, self.spec.action_dim)
         said = decode(self.model, sequence, self.spec.action_dim, noise, self.temperature)
         value = self.value_head(said.state)
@@ -300,12 +289,10 @@ class OpenVLA(TokenPolicy):
 
     def states(self, inputs: Inputs, tokens: Tensor, features: Tensor | None = None) -> Tensor:
         sequence = self.prepare(inputs, self.spec.action_dim, features)
-        self._checkpointing()
         hidden = self.model.hidden(sequence.extended(self.model.embed_tokens(tokens[:, :-1])))
         return self.model.predicting(hidden, sequence, self.spec.action_dim)
 
     @torch.no_grad()
     def value(self, inputs: Inputs) -> Tensor:
         sequence = self.prepare(inputs, self.spec.action_dim)
-        self._checkpointing()
         return self.value_head(self.model.predicting(self.model.hidden(sequence), sequence, 1)[:, 0])

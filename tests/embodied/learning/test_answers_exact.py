@@ -299,10 +299,9 @@ JOBS = [*((name, "whole") for name in ALGORITHMS), ("dapo", "sharded"), ("ppo by
 def rank_of(name: str, sharding: str, ranks: Ranks, folder: str, run_dir: Path) -> tuple[Counted, Trajectories]:
     """The rank's learner, which takes passes of 2 decisions, and what it learns from."""
     by_token, config = name == "ppo by token", config_of(name, 2)
-    config = config.model_copy(update={"optim": config.optim.model_copy(update={"sharding": sharding})})
+    optim = {"sharding": sharding, "recompute": sharding == "sharded"}  # as the recipes of 1.5B and 7B
+    config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
     policy = answers.exact_policy(folder, by_token)
-    if sharding == "sharded":
-        policy.model.recompute()  # as the recipes of 1.5B and 7B do
     batch = trajectories(answers.episodes(policy), not name.startswith("ppo"), by_token)
     return Counted(policy, RunSpec.of(config), run_dir, Affinity(), ranks), batch
 

@@ -53,9 +53,9 @@ PROJECTOR_PRECOMPUTED = {"lora_rank": 4, "lora_parts": ["language"]}
 TRAINED: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 4},
     "full": {},
-    "recomputed": {"gradient_checkpointing": True},
+    "recomputed": {},
     "lora, projector precomputed": PROJECTOR_PRECOMPUTED,
-    "lora, projector precomputed, recomputed": {**PROJECTOR_PRECOMPUTED, "gradient_checkpointing": True},
+    "lora, projector precomputed, recomputed": PROJECTOR_PRECOMPUTED,
 }
 EVERY = [(options, sharding, (2, 4)) for options in TRAINED for sharding in ("whole", "sharded")]
 ALL_AT_ONCE = ("lora, projector precomputed, recomputed", "sharded", (2,))
@@ -67,11 +67,11 @@ ALL_AT_ONCE = ("lora, projector precomputed, recomputed", "sharded", (2,))
 def test_openvla_on_ranks(
     trained: str, sharding: str, numbers: tuple[int, ...], ray_runtime: RayRuntime, tmp_path: Path
 ) -> None:
-    options = TRAINED[trained]
+    options, again = TRAINED[trained], "recomputed" in trained
     config = parse_config(
         {
             "seed": 5, "iterations": 10, "policy": {"reads": ["images", "instruction"]},
-            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "sharding": sharding},
+            "optim": {"epochs": 2, "minibatch": 6, "micro_batch": 2, "sharding": sharding, "recompute": again},
         }, "test",
     )  # fmt: skip
     one = alone(config, tmp_path, tiny_policy, **options)

@@ -375,6 +375,17 @@ FORMER: list[tuple[str | None, dict[str, Any], dict[str, Any]]] = [
         {"policy.options": {"widths": [4], "checkpoint": "org/x"}},
     ),
     ("policy", {"path": None}, {"policy.init": None}),
+    (
+        "policy",
+        {"kind": "openvla", "options": {"gradient_checkpointing": True}},
+        {"policy.options": {}, "optim.recompute": True},
+    ),
+    (
+        "policy",
+        {"kind": "language", "options": {"gradient_checkpointing": False}},
+        {"policy.options": {}, "optim.recompute": False},
+    ),
+    ("policy", {"kind": "a:B", "options": {"gradient_checkpointing": 2}}, {"optim.recompute": False}),
     ("advantage", {"overlong_margin": None, "mask_truncated": False}, {"advantage.overlong": None}),
     ("advantage", {"overlong_margin": 4, "mask_truncated": False}, {"advantage.overlong": 4}),
     ("advantage", {"overlong_margin": None, "mask_truncated": True}, {"advantage.overlong": "masked"}),

@@ -85,7 +85,7 @@ def test_bench_policy_measures_batches_peer_and_limits(tmp_path: Path, model: st
 def test_bench_learner_measures_micro_batches_with_and_without_recomputation(tmp_path: Path, model: str) -> None:
     arguments = ("--model", model, "--random-weights", "--micro-batches", "1", "2", "--minibatch", "3")
     found = bench(tmp_path, "learner", *arguments, "--lora-rank", "2")
-    seen = {(case["micro_batch"], case["gradient_checkpointing"]) for case in found["cases"]}
+    seen = {(case["micro_batch"], case["recomputed"]) for case in found["cases"]}
     assert seen == {(1, False), (2, False), (1, True), (2, True)}
     assert all(case["samples_per_s"] > 0 and case["limit_samples_per_s"] > 0 for case in found["cases"])
     assert found["off_policy"] < 1e-4
@@ -112,7 +112,7 @@ def test_the_measured_update_is_one_whatever_the_micro_batch_and_waits_once(
     monkeypatch.setattr("embodied_bench.learner.read_losses", counting)
     gradients = []
     for micro_batch in (1, ROWS):
-        policy = tiny(model, lora_rank=2, gradient_checkpointing=True)
+        policy = tiny(model, lora_rank=2)
         Update(policy, ROWS, 0).step(Case(micro_batch, False, cached))
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     assert reads == [ROWS, 1]
@@ -132,7 +132,8 @@ def test_flow_policies_are_measured(model: str, tmp_path: Path) -> None:
     learned = bench(tmp_path, "learner", *arguments)
     assert {case["cached_features"] for case in learned["cases"]} == {False, True}
     assert learned["trained"] == "what is not frozen" and learned["off_policy"] < 1e-4
-    plain, cached = (case["model_flops"] for case in learned["cases"])
+    assert {case["recomputed"] for case in learned["cases"]} == {False, True}
+    plain, cached = (case["model_flops"] for case in learned["cases"] if not case["recomputed"])
     assert cached < plain, "the prefix is counted where it is given"
 
 

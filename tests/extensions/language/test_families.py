@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import policies
+from embodied.learning.recompute import recompute
 from embodied_language.comparison import check_alike
 from embodied_language.generation_settings import GenerationSettings
 from embodied_language.model import CausalModel, load_model
@@ -70,7 +71,8 @@ def answers(policy: Any, action: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_are_those_of_transformers(name: str, folders: dict[str, Path], tmp_path: Path):
-    policy = policy_of(folders[name], rows=2, gradient_checkpointing=True)
+    policy = policy_of(folders[name], rows=2)
+    recompute(policy)
     inputs = Inputs(instruction=ASKED)
     action = policy.act(inputs, noise(3))
     scored = policy.evaluate(inputs, action.trace).log_prob[..., 0]
@@ -266,7 +268,9 @@ def test_recomputed_activations_are_kept_between_layers_alone(options: dict[str,
     inputs = Inputs(instruction=tuple(f"Make {row} from 1." for row in range(8)))
     kept, passes, gradients = [], [], []
     for on in (False, True):
-        policy = policy_of(folders["granite"], 64, gradient_checkpointing=on, **options)
+        policy = policy_of(folders["granite"], 64, **options)
+        if on:
+            recompute(policy)
         for parameter in actor_parameters(policy):
             with torch.no_grad():
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))

@@ -31,7 +31,7 @@ LORA = {"lora_rank": 4, "lora_parts": ["language", "projector", "vision"]}
 REGRESSION: dict[str, Any] = {"unnorm_key": "toy_long", "head": "l1", "proprio": False}
 CASES: dict[str, tuple[str, PolicySpec, dict[str, Any]]] = {
     "openvla": ("openvla", ONE_ACTION, {}),
-    "openvla, adapter, checkpointing": ("openvla", ONE_ACTION, {**LORA, "gradient_checkpointing": True}),
+    "openvla, adapter": ("openvla", ONE_ACTION, LORA),
     "oft": ("openvla_oft", CHUNK, {"temperature": 1.6}),
     "oft, regression": ("openvla_oft", replace(CHUNK, chunk=4, image_size=28), REGRESSION),
 }

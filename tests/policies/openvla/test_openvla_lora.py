@@ -123,7 +123,7 @@ def test_a_run_that_began_with_an_adapter_loads_without_it(tiny, saved, tmp_path
 
 def test_dropout_of_a_saved_adapter_is_off(tiny, saved):
     edit(saved, lora_dropout=0.5)
-    policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved), gradient_checkpointing=True)
+    policy = make("openvla", ONE_ACTION, tiny, adapter=str(saved))
     laws.law_scores_agree(policy.train(), random_inputs(ONE_ACTION, 3, seed=1))
 
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_goes_where_its_base_lies_elsewhere(tiny, tmp_path, options
     policy = tuned(tiny, **options)
     policies.save(policy, tmp_path / "run")
     other = make(
-        "openvla", ONE_ACTION, elsewhere(tiny, tmp_path), gradient_checkpointing=True, image_backend="pillow",
+        "openvla", ONE_ACTION, elsewhere(tiny, tmp_path), image_backend="pillow",
         **{"lora_rank": 3, "lora_alpha": 5.0, "lora_parts": PARTS, **options},
     )  # fmt: skip
     with torch.no_grad():
