@@ -6,6 +6,7 @@ them: nothing is downloaded, and little memory is taken. `--page docs/cards.md` 
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -178,8 +179,7 @@ def verdicts(network: Network, adapter: bool, method: str) -> dict[str, Any]:
     adapted = isinstance(policy := predictions.policy(None), AdaptedPolicy) and policy.adapted
     cards: dict[str, str | None] = {}
     for card in CARDS:
-        fits = predictions.memory(config).fits(card)
-        changed = config if fits else smallest_change(config, predictions.memory, card, adapted)
+        changed = smallest_change(config, predictions.memory, card, adapted)
         cards[str(card)] = None if changed is None else changes(config, changed)
     needs = {changed: round((memory.total + RESERVE) / 1e9, 2) for changed, memory in predictions.known.items()}
     return {"cards": cards, "needs_gb": needs}
@@ -209,7 +209,7 @@ class Cards:
     """Verdicts of policies and methods on cards."""
 
     only: str = ""
-    """Policies whose names contain it; the others keep their rows of `json`."""
+    """Name of one policy, as in the table; the others keep their rows of `json`. Empty: every policy."""
     json: Path | None = None
     """Write the result to this file, after each row."""
     page: Path | None = None
@@ -223,18 +223,21 @@ def main(settings: Cards) -> None:
         before, rest = settings.page.read_text().split("| policy | trained |", 1)
         settings.page.write_text(before + page(kept) + "\n" + rest.split("\n\n", 1)[1])
         return
-    rows = [row for row in kept if settings.only not in row["policy"]]
     with tempfile.TemporaryDirectory() as root:
-        for name, network in networks(Path(root)):
-            if settings.only not in name:
-                continue
+        every = dict(networks(Path(root)))
+        rows = {name: [row for row in kept if row["policy"] == name] for name in every}
+        if settings.only not in ("", *every):
+            raise SystemExit(f"--only {settings.only}: the policies are {', '.join(every)}")
+        for name in [settings.only] if settings.only else every:
+            network, rows[name] = every[name], []
             for adapter in (True,) * network.adapts + (False,) * (network.full is not None):
                 for method in METHODS:
                     trained = "LoRA" if adapter else "every weight"
-                    rows.append({"policy": name, "trained": trained, "method": method})
-                    rows[-1] |= verdicts(network, adapter, method)
-                    print(rows[-1], flush=True)
-                    show_and_write({"micro_batch": ROWS, "passes": PASSES, "rows": rows}, settings.json)
+                    row = {"policy": name, "trained": trained, "method": method} | verdicts(network, adapter, method)
+                    print(row, flush=True)
+                    rows[name].append(row)
+                    found = {"micro_batch": ROWS, "passes": PASSES, "rows": [*itertools.chain(*rows.values())]}
+                    show_and_write(found, settings.json)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ what libraries take for themselves, is not counted.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,10 +58,14 @@ class CardMemory:
     """Most that an update takes: activations of a micro-batch, and what a product or a step takes for a moment."""
 
     @property
+    def lasting(self) -> int:
+        """What is there all the time."""
+        return self.frozen + self.trained + self.gradients + self.moments + self.average + self.reference
+
+    @property
     def total(self) -> int:
         """Decisions and updates take turns."""
-        lasting = self.frozen + self.trained + self.gradients + self.moments + self.average + self.reference
-        return lasting + max(self.decision or 0, self.update or 0)
+        return self.lasting + max(self.decision or 0, self.update or 0)
 
     def fits(self, card_gb: float) -> bool:
         return self.total + RESERVE <= card_gb * 1e9
@@ -122,31 +128,60 @@ def _size(tensors: Sequence[Tensor]) -> int:
 
 
 def smallest_change(config: Config, predict: Builds, card_gb: float, adapted: bool) -> Config | None:
-    """The configuration with the fewest and cheapest changes that fits on the card; None: none does. `adapted`: an
-    adapter hangs on the policy, whose base can be quantised."""
-    one: Mapping[str, Mapping[str, Any]] = {"optim": {"micro_batch": 1}}
-    steps: list[Mapping[str, Mapping[str, Any]]] = [one, {"optim": {"recompute": True}}]
-    if config.optim.sharding != "sharded":  # which divides a policy, and leaves its numbers as they are
-        steps += [{"optim": {"moments": "int8"}}]
-        steps += [{"policy": {"base": "int8"}}, {"policy": {"base": "nf4"}}] if adapted else []
-    together = [steps[: count + 1] for count in range(1, len(steps))]
-    for each in [[step] for step in steps] + together:
-        changed = _changed(config, each)
+    """The configuration that fits on the card with the smallest change of settings; None: none fits.
+
+    Of two changes the smaller is
+
+    1. the one that changes less of what is computed: nothing, then `optim.moments` (steps are rounded), then
+       `policy.base int8` (another base by 0.6% of its norm) without and with it, then `nf4` (9%) without and with it;
+    2. of these the one that costs less time: `optim.micro_batch`, as large as fits, then `optim.recompute`, then both
+       (an update of OpenVLA-7B's LoRA on an H200: a micro-batch of 8 has 0.83 of the rate of 32, recomputation 0.70).
+
+    `adapted`: an adapter hangs on the policy, whose base can be quantised.
+    """
+
+    def known(changed: Config) -> CardMemory | None:
         try:
             if changed.optim.moments is not None:
                 library()
-            fits = predict(changed).fits(card_gb)
+            return predict(changed)
         except (UserError, PolicyError):  # not for this policy, or not installed
-            continue
-        if not fits:
-            continue
-        if each != [one]:
-            return changed
-        micro_batch = 1
-        while predict(larger := _changed(config, [{"optim": {"micro_batch": 2 * micro_batch}}])).fits(card_gb):
-            micro_batch, changed = 2 * micro_batch, larger
-        return changed
+            return None
+
+    for base, moments in itertools.product(*_altering(config, adapted)):
+        altered = _changed(_changed(config, "policy", base=base), "optim", moments=moments)
+        for again in dict.fromkeys((config.optim.recompute, True)):
+            found = _with_micro_batch(_changed(altered, "optim", recompute=again), known, card_gb)
+            if found is not None:
+                return found
     return None
+
+
+def _altering(config: Config, adapted: bool) -> tuple[list[str | None], list[str | None]]:
+    """Values of `policy.base` and of `optim.moments` that can be chosen, the smallest change first."""
+    base, moments = config.policy.base, config.optim.moments
+    if config.optim.sharding == "sharded":  # which divides a policy, and leaves its numbers as they are
+        return [base], [moments]
+    bases = (None, "int8", "nf4")
+    return list(bases[bases.index(base) :] if adapted else [base]), list(dict.fromkeys((moments, "int8")))
+
+
+def _with_micro_batch(config: Config, predict: Callable[[Config], CardMemory | None], card_gb: float) -> Config | None:
+    """The configuration if it fits on the card, else with the largest power of two for a micro-batch that fits."""
+    memory = predict(config)
+    if memory is None or memory.lasting + RESERVE > card_gb * 1e9:
+        return None
+    if memory.fits(card_gb):
+        return config
+    found, rows = None, 1
+    # One of as many rows as the whole minibatch has is the configuration itself, which does not fit.
+    while rows < (config.optim.micro_batch or math.inf):
+        smaller = _changed(config, "optim", micro_batch=rows)
+        memory = predict(smaller)
+        if memory is None or not memory.fits(card_gb):
+            break
+        found, rows = smaller, 2 * rows
+    return found
 
 
 def changes(before: Config, after: Config) -> str:
@@ -161,12 +196,8 @@ def changes(before: Config, after: Config) -> str:
     return " ".join(found)
 
 
-def _changed(config: Config, changes: Sequence[Mapping[str, Mapping[str, Any]]]) -> Config:
-    for change in changes:
-        for section, values in change.items():
-            part = getattr(config, section).model_copy(update=values)
-            config = config.model_copy(update={section: part})
-    return config
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 @dataclass(frozen=True)
@@ -202,11 +233,10 @@ def _peaks(config: Config, policy: Policy, passes: Passes) -> Peaks:
         recompute(blank)
     with Uncomputed() as decision:
         decision.ignore(own)
-        _decide(blank, _given(acted), torch.zeros(passes.acting, policy.noise_dim))
-    trace: Mapping[str, Tensor] = {}
-    if not passes.imitates:
-        with Uncomputed():
-            trace = _decide(blank, learned, torch.zeros(passes.learning, policy.noise_dim))
+        decided = _decide(blank, _given(acted), torch.zeros(passes.acting, policy.noise_dim))
+    with Uncomputed():
+        rows = torch.zeros(passes.learning, dtype=torch.int64)
+        trace = {name: tensor[rows] for name, tensor in decided.items()}
     with Uncomputed() as learning:
         learning.ignore(own)
         reached = _learn(config, blank, passes, learned, trace)

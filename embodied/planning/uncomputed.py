@@ -43,7 +43,7 @@ class Uncomputed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = _result(func, args, kwargs or {})
-        for leaf in tree_leaves(found):
+        for leaf in (found,) if isinstance(found, Tensor) else tree_leaves(found):
             if isinstance(leaf, Tensor):
                 self._count(leaf)
         return found

@@ -249,8 +249,14 @@ def _card(
         fits = "the run fits" if memory.update is not None else "weights, gradients and moments fit"
         return {"card": {**found, "verdict": fits}}
 
+    built = {config.policy.base: policy}
+
     def rebuilt(changed: Config) -> CardMemory:
-        return predict(changed, make_policy(changed, spec, device="cpu"))
+        base = changed.policy.base
+        if base not in built:
+            built.clear()  # a large policy is there once
+            built[base] = make_policy(changed, spec, device="cpu")
+        return predict(changed, built[base])
 
     adapted = isinstance(policy, AdaptedPolicy) and policy.adapted
     changed = smallest_change(config, rebuilt, card, adapted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from bitsandbytes import functional
 
 from benchmarks.card_memory import ROWS, Row, build, compare, config_of, inputs_of
 from embodied import cli
-from embodied.config.files import load_config
+from embodied.config.files import load_config, with_settings
+from embodied.config.schema import Config
 from embodied.errors import UserError
 from embodied.learning.recompute import recompute
-from embodied.planning.memory import RESERVE, Passes, card_memory
+from embodied.planning.memory import RESERVE, CardMemory, Passes, card_memory, changes, smallest_change
 from embodied.planning.uncomputed import Uncomputed
 from embodied.training.dry_run import dry_run, sft_dry_run
 from policies import quantised
@@ -23,6 +25,7 @@ from policies.quantised import dynamic_levels
 from policies.random_weights import undrawn
 from tests.variants import often
 
+BASES = (None, "int8", "nf4")
 OFTEN = (
     Row("openvla", "grpo", lora_rank=8, base="nf4", recompute=True),
     Row("pi0", "ppo", moments="int8"),
@@ -95,6 +98,56 @@ def test_a_dry_run_names_the_smallest_change_that_fits() -> None:
     assert found.startswith("it does not fit; with --optim.micro_batch ") and "recompute" not in found
     small = (whole["bytes"]["weights"] * 0.2 + RESERVE) / 1e9
     assert "no change of settings makes it fit; as it is, a card of 16 GB" in dry_run(config, small)["card"]["verdict"]
+
+
+def test_the_smallest_change_alters_least_of_what_is_computed_and_then_costs_least_time(tmp_path: Path) -> None:
+    """Every change is predicted, in the order that is documented: on each card the first that fits is named."""
+    row = Row("language", "ppo", rows=2, lora_rank=8)
+    built = {base: build(replace(row, base=base), tmp_path) for base in BASES}
+    config = config_of(row, built[None])
+    known: dict[str, CardMemory] = {}
+
+    def predict(changed: Config) -> CardMemory:
+        policy, key, rows = built[changed.policy.base], changes(config, changed), changed.optim.micro_batch or 2
+        if key not in known:
+            passes = Passes(inputs_of(policy, 1), 2, rows, of_a_step=2 // rows)
+            known[key] = card_memory(changed, policy, passes)
+        return known[key]
+
+    every = [
+        with_settings(config, {"policy.base": base, "optim": optim}, "test")
+        for base in BASES
+        for moments in (None, "int8")
+        for again in (False, True)
+        for rows in (2, 1)
+        for optim in [config.optim.model_dump() | {"moments": moments, "recompute": again, "micro_batch": rows}]
+    ]
+    totals = [predict(changed).total for changed in every]
+    named = set()
+    for total in totals:
+        card = (total + 1 + RESERVE) / 1e9
+        expected = next(changed for changed, needs in zip(every, totals, strict=True) if needs <= total)
+        found = smallest_change(config, predict, card, adapted=True)
+        assert found is not None and changes(config, found) == changes(config, expected)
+        named.add(changes(config, found))
+    assert smallest_change(config, predict, (min(totals) - 1 + RESERVE) / 1e9, adapted=True) is None
+    assert named >= {"", "--optim.micro_batch 1", "--optim.micro_batch 1 --optim.recompute true"}
+    assert {name.rpartition("--policy.base ")[2] for name in named} >= {"int8", "nf4"}
+
+
+def test_a_policy_without_blocks_fits_by_a_smaller_micro_batch_alone(tmp_path: Path) -> None:
+    row = Row("gaussian_mlp", "ppo", rows=512)
+    policy = build(row, tmp_path)
+    config = config_of(row, policy)
+
+    def predict(changed: Config) -> CardMemory:
+        rows = changed.optim.micro_batch or 512
+        return card_memory(changed, policy, Passes(inputs_of(policy, 1), 1, rows, of_a_step=1024 // rows))
+
+    card = (predict(config).total - 1 + RESERVE) / 1e9
+    found = smallest_change(config, predict, card, adapted=False)
+    assert found is not None and changes(config, found) == "--optim.micro_batch 256"
+    assert smallest_change(config, predict, (predict(config).lasting + RESERVE) / 1e9, adapted=False) is None
 
 
 def test_supervised_learning_has_the_same_verdict(capsys: pytest.CaptureFixture[str]) -> None:
