@@ -19,6 +19,7 @@ import pytest
 import torch
 from mani_skill.envs.tasks.tabletop.push_cube import PushCubeEnv
 from mani_skill.utils.registration import REGISTERED_ENVS, register_env
+from mani_skill.utils.structs.pose import Pose
 
 from sim_farm.backends.maniskill.row_checks import ARITHMETIC, FEW, OVER, RowChecks, by_rows, result
 from sim_farm.backends.maniskill.tasks import INSTRUCTIONS
@@ -143,12 +144,77 @@ class RememberingReward(PushCubeOwn):
         return self.before - before + self.started["at"][:, 1]
 
 
+class KeepingReward(PushCubeOwn):
+    """Written for a batch: its reward depends on earlier env steps, by a dictionary, a list and a number."""
+
+    def _initialize_episode(self, env_idx: torch.Tensor, options: Any) -> None:
+        super()._initialize_episode(env_idx, options)
+        self.nearest = {"tcp": self.agent.tcp.pose.p[:, 0]}
+        self.path = [self.agent.tcp.pose.p] * 3
+        self.scale = torch.tensor(0.5)
+
+    def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
+        at = self.agent.tcp.pose.p
+        self.nearest["tcp"] = torch.minimum(self.nearest["tcp"], at[:, 0])
+        self.path = [*self.path[1:], at]
+        return self.scale * (self.nearest["tcp"] - self.path[0][:, 1])
+
+
+class FollowingGoal(PushCubeOwn):
+    def evaluate(self) -> dict[str, torch.Tensor]:
+        self.goal_region.set_pose(Pose.create_from_pq(self.goal_region.pose.p + 0.01 * self.agent.tcp.pose.p))
+        return super().evaluate()
+
+
+class GrowingReward(PushCubeOwn):
+    def _initialize_episode(self, env_idx: torch.Tensor, options: Any) -> None:
+        super()._initialize_episode(env_idx, options)
+        self.steps = np.zeros(1, np.float32)
+
+    def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
+        self.steps += 1
+        return self.obj.pose.p[:, 0] * float(self.steps[0])
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+class CounterReward(PushCubeOwn):
+    def _initialize_episode(self, env_idx: torch.Tensor, options: Any) -> None:
+        super()._initialize_episode(env_idx, options)
+        self.counter = Counter()
+
+    def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
+        self.counter.add()
+        return self.obj.pose.p[:, 0] * self.counter.count
+
+
+class NotedReward(PushCubeOwn):
+    def _initialize_episode(self, env_idx: torch.Tensor, options: Any) -> None:
+        super()._initialize_episode(env_idx, options)
+        self.obj.highest = self.agent.tcp.pose.p[:, 2]
+
+    def compute_normalized_dense_reward(self, obs: Any, action: Any, info: Any) -> torch.Tensor:
+        self.obj.highest = self.obj.highest + self.agent.tcp.pose.p[:, 2]
+        return self.obj.highest
+
+
 OWN = {
     "PushCubeShared-v1": SharedReward,
     "PushCubeLogistic-v1": LogisticReward,
     "PushCubeCounted-v1": CountedReward,
     "PushCubeBranching-v1": BranchingReward,
     "PushCubeRemembering-v1": RememberingReward,
+    "PushCubeKeeping-v1": KeepingReward,
+    "PushCubeFollowing-v1": FollowingGoal,
+    "PushCubeGrowing-v1": GrowingReward,
+    "PushCubeCounter-v1": CounterReward,
+    "PushCubeNoted-v1": NotedReward,
 }
 
 
@@ -171,6 +237,11 @@ def own_tasks() -> Iterator[None]:
         ("PushCubeCounted-v1", "CountedReward.nearest differs from environment to environment and is no tensor"),
         ("PushCubeBranching-v1", "torch's `any` is taken over all environments"),
         ("PushCubeRemembering-v1", ""),
+        ("PushCubeKeeping-v1", ""),
+        ("PushCubeFollowing-v1", "Actor.set_pose may change what one environment has to itself"),
+        ("PushCubeGrowing-v1", ""),
+        ("PushCubeCounter-v1", "Counter.add may change what one environment has to itself"),
+        ("PushCubeNoted-v1", "Actor.highest is set, which one environment has to itself"),
     ],
 )
 def test_a_task_that_cannot_be_batched_says_why_and_is_stepped_one_by_one(task: str, why: str) -> None:
@@ -178,6 +249,24 @@ def test_a_task_that_cannot_be_batched_says_why_and_is_stepped_one_by_one(task: 
     said = reason(spec)
     assert said.startswith(why) and bool(said) == bool(why)
     batch_equals_single_environments(spec)
+    close_kept()
+
+
+@pytest.mark.usefixtures("own_tasks")
+def test_another_environments_reset_leaves_what_a_task_keeps() -> None:
+    spec = TaskSpec("maniskill/PushCubeKeeping-v1", max_episode_steps=60)
+    with ExitStack() as stack:
+        *physics, alone = [stack.enter_context(closing(make_physics(spec))) for _ in range(3)]
+        batch, actions = make_batch(spec, physics), random_actions(alone.info, 30)
+        for seed, each in enumerate(physics):
+            each.reset(EpisodeSpec(seed))
+        batch.step([0, 1], np.stack([actions[:20]] * 2))
+        physics[0].reset(EpisodeSpec(2))
+        _, found = batch.step([0, 1], np.stack([actions[20:]] * 2))
+        assert batch.alone == ""
+        alone.reset(EpisodeSpec(1))
+        alone.step(actions[:20])
+        assert found.reward.tobytes() == alone.step(actions[20:]).reward.tobytes()
     close_kept()
 
 

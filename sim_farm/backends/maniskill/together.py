@@ -8,8 +8,8 @@ streams.
 - A `_Code` stands for an environment, a robot or a controller of all N. It has their class, so that the task's own
   methods run on it. Its attributes are theirs, joined when they are first read: tensors and poses row by row, the rest
   must be equal.
-- An `Each` stands for anything else, such as an actor or a scene. What is read of it, or called, is that of each of the
-  N, joined.
+- An `Each` stands for anything else, such as an actor or a scene. What is read of it is that of each of the N, joined.
+  Methods of ManiSkill that change nothing are called on each; no others are called, and nothing is set.
 
 A batch has to give, bit for bit, what N batches of one give. The first env steps are computed both ways and compared,
 and `row_checks.py` looks for operations that mix rows or may round differently in a batch. Where something is not equal
@@ -31,6 +31,7 @@ from gymnasium.vector.utils import batch_space
 from mani_skill.agents.base_agent import BaseAgent
 from mani_skill.agents.controllers.base_controller import BaseController
 from mani_skill.agents.controllers.pd_joint_pos import PDJointPosController
+from mani_skill.agents.controllers.utils.kinematics import Kinematics
 from mani_skill.agents.multi_agent import MultiAgent
 from mani_skill.envs.sapien_env import BaseEnv
 from mani_skill.envs.scene import ManiSkillScene
@@ -49,6 +50,8 @@ CHECKED = 12
 """Env steps, the first ones of a `Together`, that are computed both ways."""
 HOOKS = ("_before_control_step", "_after_control_step", "_before_simulation_step", "_after_simulation_step")
 """Methods that a task may have between the steps of its physics."""
+READING = ("get_", "is_", "compute_")
+"""Beginnings of the names of ManiSkill's methods that change nothing."""
 POSE = 7
 """Numbers of a pose."""
 PLAIN = (bool, int, float, str, bytes, type(None), type, np.ndarray, np.generic, torch.dtype, torch.device)
@@ -70,7 +73,7 @@ class _Joining:
     def __init__(self, count: int) -> None:
         self.count = count
         self.acting: Sequence[int] = range(count)
-        """Rows whose environments are stepped. Attributes of the others are not set; methods are called on all."""
+        """Rows whose environments are stepped. The drives of the others are not set; methods are called on all."""
         self.codes: list[_Code] = []
         self._known: dict[int, tuple[Any, Any]] = {}
         """Of the first environment's objects: number, object (kept, or its number might become another's), joined."""
@@ -144,7 +147,8 @@ def _equal_records(values: Sequence[Any]) -> bool:
 
 
 class Each:
-    """The same object of every environment."""
+    """The same object of every environment, which is only read: what a method changes, it would change for environments
+    that are not stepped, too, and twice while results are compared."""
 
     gpu_sim_enabled = False
 
@@ -159,7 +163,23 @@ class Each:
         return self._calls(name, found) if callable(found[0]) else self._joining.join(found)
 
     def _calls(self, name: str, methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+        raise NotTogether(f"{_name_of(self, name)} may change what one environment has to itself")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise NotTogether(f"{_name_of(self, name)} is set, which one environment has to itself")
+
+
+def _name_of(each: Each, name: str) -> str:
+    return f"{type(vars(each)['_members'][0]).__name__}.{name}"
+
+
+class _Known(Each):
+    """Of ManiSkill, whose methods of some names are known to change nothing."""
+
+    def _calls(self, name: str, methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         joining = self._joining
+        if not name.startswith(READING):
+            return super()._calls(name, methods)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with apart():
@@ -169,26 +189,22 @@ class Each:
             try:
                 return joining.join(found)
             except NotTogether as problem:
-                raise NotTogether(f"what {type(self._members[0]).__name__}.{name} returns {problem}") from None
+                raise NotTogether(f"what {_name_of(self, name)} returns {problem}") from None
 
         return call
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        for row in self._joining.acting:
-            setattr(self._members[row], name, self._joining.part(value, row))
 
-
-class _Struct(Each):
+class _Struct(_Known):
     """Of a scene, where it stays."""
 
 
-class _Scenes(Each):
+class _Scenes(_Known):
     @property
     def num_envs(self) -> int:
         return self._joining.count
 
 
-class _Bodies(Each):
+class _Bodies(_Known):
     """Of an actor, or of a link of a robot."""
 
     def __init__(self, joining: _Joining, members: tuple[Any, ...]) -> None:
@@ -210,12 +226,8 @@ class _Bodies(Each):
             row[:3], row[3:] = pose.p, pose.q
         return rows(torch.from_numpy(poses))
 
-    @pose.setter
-    def pose(self, pose: Any) -> None:
-        Each.__setattr__(self, "pose", pose)
 
-
-class _Articulations(Each):
+class _Articulations(_Known):
     @property
     def qpos(self) -> torch.Tensor:
         return rows(torch.from_numpy(np.stack([member._objs[0].qpos for member in self._members])))
@@ -269,15 +281,18 @@ class _Code:
         """An environment's own would close its scene."""
 
     def join(self, name: str) -> Any:
+        vars(self)[name] = self.joined(name)
+        return vars(self)[name]
+
+    def joined(self, name: str) -> Any:
+        """What the environments have of that name. What is equal in all is a copy, as it may be changed in place."""
         members = vars(self)["_members"]
         # A controller's vectors are of its joints, and it may have one joint.
         vectors = isinstance(members[0], BaseEnv)
         try:
-            joined = vars(self)["_joining"].join([vars(member)[name] for member in members], vectors)
+            return _copied(vars(self)["_joining"].join([vars(member)[name] for member in members], vectors))
         except NotTogether as problem:
             raise NotTogether(f"{type(members[0]).__name__}.{name} {problem}") from None
-        vars(self)[name] = joined
-        return joined
 
     def fetch(self, row: int, others: Sequence[int]) -> None:
         """Take what the row's environment has changed by itself. What is not in rows is joined again when it is next
@@ -293,9 +308,8 @@ class _Code:
             elif isinstance(known, Pose) and isinstance(value, Pose) and _is_row(value.raw_pose, known.raw_pose):
                 known.raw_pose[row] = value.raw_pose[0]
             elif not (isinstance(known, (Each, _Code)) and vars(known)["_members"][row] is value):
-                if isinstance(known, PLAIN):
-                    for other in others:
-                        vars(members[other])[name] = known
+                for other in others:
+                    vars(members[other])[name] = _part_of(known, vars(members[other]).get(name), other)
                 del mine[name]
 
     def store(self, row: int) -> None:
@@ -303,17 +317,30 @@ class _Code:
         mine = vars(self)
         theirs = vars(mine["_members"][row])
         for name, value in mine.items():
-            if isinstance(value, torch.Tensor):
-                own = theirs.get(name, value[:1])
-                theirs[name] = value[row : row + 1].clone() if _is_row(own, value) else value
-            elif isinstance(value, Pose):
-                theirs[name] = Pose(raw_pose=value.raw_pose[row : row + 1].clone())
-            elif isinstance(value, PLAIN) and name not in OWN:
-                theirs[name] = value
+            if name not in OWN:
+                theirs[name] = _part_of(value, theirs.get(name), row)
 
 
 OWN = ("_joining", "_members", "num_envs", "action_space", "set_action")
 """Attributes of a `_Code` that are not its members'."""
+
+
+def _part_of(value: Any, own: Any, row: int) -> Any:
+    """One environment's part of an attribute that all have, where it has `own` at the moment (None: nothing)."""
+    if isinstance(value, torch.Tensor):
+        is_row = _is_row(own, value) if isinstance(own, torch.Tensor) else value.dim() > 0
+        return (value[row : row + 1] if is_row else value).clone()
+    if isinstance(value, Pose):
+        return Pose(raw_pose=value.raw_pose[row : row + 1].clone())
+    if isinstance(value, (Each, _Code)):
+        return vars(value)["_members"][row]
+    if type(value) is dict:
+        known = own if isinstance(own, dict) else {}
+        return {key: _part_of(each, known.get(key), row) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        parts = own if isinstance(own, (list, tuple)) and len(own) == len(value) else [None] * len(value)
+        return type(value)(_part_of(each, part, row) for each, part in zip(value, parts, strict=True))
+    return _copied(value) if own is None or isinstance(value, PLAIN) else own
 
 
 def _is_row(value: torch.Tensor, known: torch.Tensor) -> bool:
@@ -349,6 +376,7 @@ KINDS: tuple[tuple[Any, Any], ...] = (
     ((Actor, Link), _Bodies),
     (Articulation, _Articulations),
     (BaseStruct, _Struct),
+    (Kinematics, _Known),
 )
 
 
@@ -461,15 +489,19 @@ class Together:
         """Within the block the other environments' state stays as it is."""
         self._joining.acting = rows
         idle = [row for row in range(len(self._envs)) if row not in rows]
-        kept = {(code, name): value.clone() for code, name, value in self._row_tensors()} if idle else {}
+        kept = {code: _copied(vars(code)) for code in self._joining.codes} if idle else {}
         yield
-        for code, name, value in tuple(self._row_tensors()) if idle else ():
-            before = kept.get((code, name))
-            for row in idle:
-                if before is not None:
-                    value[row] = before[row]
-                elif name in vars(code.member(row)):  # it was joined within the block
-                    value[row] = _tensor(vars(code.member(row))[name])[0]
+        for code in tuple(self._joining.codes) if idle else ():
+            for name, value in tuple(vars(code).items()):
+                known = kept.get(code, {})
+                if name in OWN or known.get(name) is value:
+                    continue
+                if name not in known and any(name not in vars(code.member(row)) for row in idle):
+                    continue  # it is new
+                before = known[name] if name in known else code.joined(name)  # joined within the block
+                if not _stays(value, before, idle, len(self._envs)):
+                    cls = type(code.member(0)).__name__
+                    raise NotTogether(f"{cls}.{name} changes in some environments alone, and has no row for each")
 
     def _row_tensors(self) -> Iterator[tuple[_Code, str, torch.Tensor]]:
         for code in self._joining.codes:
@@ -507,12 +539,13 @@ class Together:
         if self.reason:
             return self._one_by_one(rows, alone)
         checking, checks = self._unchecked > 0, RowChecks(len(self._envs))
-        before = [] if checking else [(code, _kept(vars(code))) for code in self._joining.codes]
+        before = [] if checking else [(code, _copied(vars(code))) for code in self._joining.codes]
         found: Arrays = ()
         try:
             with self._only(rows), by_rows(), checks if checking else nullcontext():
                 for code, name, value in self._row_tensors() if checking else ():
-                    if vars(code.member(0)).get(name) is not vars(code)[name]:  # what is equal in all is the first's
+                    own = vars(code.member(0)).get(name)
+                    if own is None or _tensor(own).shape != value.shape:  # else it is equal in all
                         checks.mark(value)
                 found = together()
             reason = checks.doubt
@@ -582,14 +615,36 @@ def _rests(part: Any) -> bool:
     return known and not getattr(getattr(part, "config", None), "interpolate", False)
 
 
-def _kept(values: dict[str, Any]) -> dict[str, Any]:
-    """The attributes as they are now: tensors may be changed in place."""
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor)
-        else Pose(raw_pose=value.raw_pose.clone()) if isinstance(value, Pose)
-        else value
-        for name, value in values.items()
-    }  # fmt: skip
+def _copied(value: Any) -> Any:
+    """The value as it is now, for all that is changed in place."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.clone() if isinstance(value, torch.Tensor) else value.copy()
+    if isinstance(value, Pose):
+        return Pose(raw_pose=value.raw_pose.clone())
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
+
+
+def _stays(value: Any, before: Any, idle: Sequence[int], count: int) -> bool:
+    """Give the rows `idle` of `count` what they had before. False if that cannot be."""
+    if type(value) is not type(before):
+        return False
+    if isinstance(value, (torch.Tensor, Pose)):
+        new, old = _tensor(value), _tensor(before)
+        if new.dim() and len(new) == count and new.shape == old.shape:
+            new[list(idle)] = old[list(idle)]
+            return True
+        return torch.equal(new, old)
+    if type(value) is dict:
+        return value.keys() == before.keys() and all(_stays(value[key], before[key], idle, count) for key in value)
+    if type(value) in (list, tuple):
+        return len(value) == len(before) and all(
+            _stays(new, old, idle, count) for new, old in zip(value, before, strict=True)
+        )
+    if isinstance(value, (Each, _Code)):
+        return all(vars(value)["_members"][row] is vars(before)["_members"][row] for row in idle)
+    return value is before or (isinstance(value, PLAIN) and bool(np.array_equal(cast(Any, value), before)))
 
 
 def _tensor(value: Any) -> torch.Tensor:
