@@ -46,7 +46,8 @@ def assert_learned_alike(found: Run, expected: Run) -> None:
             assert torch.equal(found.gathered[0][name], tensor), name
     for name in shared_out:
         assert torch.allclose(found.gathered[0][name], expected.gathered[0][name], atol=1e-5), name
-    assert_near(found.parameters, expected.parameters)
+    # Adam divides by a gradient's size, so that what rounds differently in other batches grows with each iteration.
+    assert_near(found.parameters, expected.parameters, 3e-5)
 
 
 def acting(one: Iteration) -> set[str]:

@@ -243,11 +243,16 @@ def profiled(config: Config, physics: float) -> Profile:
     return Profile("ppo", {**fingerprint(), **work_of(config)}, components, transfers=transfers)
 
 
-def planned_run(physics: float, folder: Path) -> Config:
+def on_nodes(machines: Machines, **changes: Any) -> Config:
+    """A run that may use all nodes of the cluster, whose address it names."""
+    return config_of(runtime={"address": machines.address, "deadline_s": 240.0}, **changes)
+
+
+def planned_run(machines: Machines, physics: float, folder: Path) -> Config:
     """A run that plans for itself with those times."""
     path = folder / f"{physics}.json"
     schedulers.save(profiled(config_of(), physics), path)
-    return config_of(plan={"mode": "auto", "profile": str(path)})
+    return on_nodes(machines, plan={"mode": "auto", "profile": str(path)})
 
 
 @pytest.mark.slow
@@ -255,11 +260,12 @@ def test_auto_uses_other_nodes_and_computes_the_same(
     machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To the last bit what one process computes in as many groups, with physics on a node that the planner chose."""
-    found = train(planned_run(1.0, tmp_path), tmp_path / "ray", machines.runtime)
+    found = train(planned_run(machines, 1.0, tmp_path), tmp_path / "ray", machines.runtime)
     plan = schedulers.load(Plan, tmp_path / "ray" / "plan.json")
     places = {name: p.nodes for phase in plan.phases for p in phase.placements for name in p.components}
     assert places["physics"] & {"far", "frail"} and places["policy"] == places["learner"] == {"here"}
-    assert "On here alone an iteration would take" in " ".join(plan.why) in " ".join(capsys.readouterr().out.split())
+    why, printed = " ".join(plan.why), " ".join(capsys.readouterr().out.split())
+    assert "On this machine alone an iteration would take" in why in printed
     wire = [row["farm/wire_bytes_per_env_step"] for row in read(tmp_path / "ray")]
     assert all(bytes_ > 10 for bytes_ in wire), "nothing crossed"
     assert found == train(config_of(*plan.groups), tmp_path / "inline", InlineRuntime(60.0))
@@ -268,10 +274,12 @@ def test_auto_uses_other_nodes_and_computes_the_same(
 @pytest.mark.slow
 def test_auto_stays_where_messages_take_longer_than_they_save(machines: Machines, tmp_path: Path) -> None:
     """The link was measured: hundreds of microseconds a message, more than all the physics takes."""
-    placed = plan_run(RunSpec.of(planned_run(1e-4, tmp_path)), session_of(config_of(), machines.runtime), tmp_path)
+    config = planned_run(machines, 1e-4, tmp_path)
+    placed = plan_run(RunSpec.of(config), session_of(config, machines.runtime), tmp_path)
     assert placed.plan is not None and placed.cluster is not None
     assert {node for phase in placed.plan.phases for p in phase.placements for node in p.nodes} == {"here"}
-    assert any(text.startswith("Nothing is on far, frail. Only physics may leave here") for text in placed.plan.why)
+    away = "Nothing is on far, frail. Only physics may leave this machine"
+    assert any(text.startswith(away) for text in placed.plan.why)
     cluster = placed.cluster
     assert 5e-5 < cluster.link_s < 0.05 and 1e6 < cluster.link_bytes_per_s < 1e12
     assert (cluster.head_node, [node.name for node in cluster.nodes]) == ("here", ["here", "far", "frail"])
@@ -296,7 +304,7 @@ def test_a_plan_file_may_put_the_learner_on_another_node(machines: Machines, tmp
         ],
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    config = config_of(plan={"mode": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
+    config = on_nodes(machines, plan={"mode": str(tmp_path / "plan.json")}, policy={"device": "cpu"})
     found = plan_run(RunSpec.of(config), session_of(config, machines.runtime), tmp_path).assignment
     far = machines.node("far").id
     assert [(a.node, a.device) for a in found.components["policy"]] == [("", "cpu")]
@@ -317,7 +325,7 @@ def test_physics_that_a_plan_gives_to_a_node_that_has_left_is_nowhere_else(machi
 def test_nodes_without_cores_are_not_planned_for(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = tuple(replace(node, cores=node.cores * (node.name != "far")) for node in machines.runtime.nodes())
     monkeypatch.setattr(machines.runtime, "nodes", lambda: nodes)
-    cluster = run_cluster(session_of(config_of(), machines.runtime))
+    cluster = run_cluster(session_of(on_nodes(machines), machines.runtime))
     assert [node.name for node in cluster.nodes] == ["here", "frail"]
 
 

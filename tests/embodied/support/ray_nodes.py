@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from embodied.config.schema import Config
 from embodied.execution.assignment import Assignment, configured
 from embodied.planning import run_plans
 from embodied.runtime.api import NodeInfo
@@ -64,8 +63,8 @@ class Machines:
         """Runs without a plan have their physics workers on these nodes in turn."""
         nodes = [self.node(name).id for name in names]
 
-        def placed(config: Config, cores: tuple[int, ...], known: Mapping[str, str] | None = None) -> Assignment:
-            found = configured(RunSpec.of(config), cores, known)
+        def placed(run: RunSpec, cores: tuple[int, ...], known: Mapping[str, str] | None = None) -> Assignment:
+            found = configured(run, cores, known)
             count = len(found.farms[0].physics)
             homes = tuple(nodes[i % len(nodes)] for i in range(count))
             return replace(found, farms=(replace(found.farms[0], physics=(None,) * count, physics_nodes=homes),))
