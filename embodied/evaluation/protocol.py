@@ -547,7 +547,8 @@ def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
         return tuple(replace(one, interval=config.policy.chunk) for one in delays)
     from embodied.rollout.evaluator import methods_of, predicted_by  # imports torch
 
-    policy, predicted = config.policy, predicted_by(config)
+    policy, predicted, settings = config.policy, predicted_by(config), config.eval
+    setting = "eval.delay" if settings.delay or settings.protocol == LATENCY else "env.delay"
     possible, room = methods_of(policy.kind, policy.architecture), min(policy.chunk, predicted // 2)
     for one in delays:
         if one.method not in possible:
@@ -557,7 +558,7 @@ def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
                 f"numbers. Set eval.delay_method to {' '.join(possible)}"
             )
         if one.most > room:
-            most = f"Set eval.delay to at most {room}" if room else "Set eval.delay to 0"
+            most = f"Set {setting} to at most {room}" if room else f"Set {setting} to 0"
             raise UserError(
                 f"a delay of {one.most} env steps is beyond the chunk: a decision of {policy.kind} predicts "
                 f"{predicted} actions, and policy.chunk is {policy.chunk}. The first {one.most} actions are past when "

@@ -227,6 +227,7 @@ NOT_COMPARED = {
     ("docs/looking.md", "| folder"): "of runs of several people; tests/embodied/reporting/test_results_page.py",
     ("docs/looking.md", "ev: "): "of an evaluation and a dataset; tests/extensions/rerun",
     ("docs/latency.md", "chunk 4, delay 2"): "a diagram",
+    ("docs/latency.md", "… action chunks"): "part of a line; tests/embodied/execution/test_training_delay.py",
     ("docs/lerobot.md", "demos/red:"): "of a policy with random weights; its commands are run",
     ("docs/reasoning.md", "Make 29"): "one answer of a policy",
     ("docs/start.md", "runs/first/"): "a tree of folders",

@@ -232,16 +232,20 @@ def own_tasks() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("task", "why"),
     [
-        ("PushCubeShared-v1", "torch's `mean` is taken over all environments"),
-        ("PushCubeLogistic-v1", "torch's `sigmoid` may round differently in a batch"),
+        pytest.param("PushCubeShared-v1", "torch's `mean` is taken over all environments", marks=pytest.mark.slow),
+        pytest.param(
+            "PushCubeLogistic-v1", "torch's `sigmoid` may round differently in a batch", marks=pytest.mark.slow
+        ),
         ("PushCubeCounted-v1", "CountedReward.nearest differs from environment to environment and is no tensor"),
-        ("PushCubeBranching-v1", "torch's `any` is taken over all environments"),
+        pytest.param("PushCubeBranching-v1", "torch's `any` is taken over all environments", marks=pytest.mark.slow),
         ("PushCubeRemembering-v1", ""),
         ("PushCubeKeeping-v1", ""),
         ("PushCubeFollowing-v1", "Actor.set_pose may change what one environment has to itself"),
-        ("PushCubeGrowing-v1", ""),
+        pytest.param("PushCubeGrowing-v1", "", marks=pytest.mark.slow),
         ("PushCubeCounter-v1", "Counter.add may change what one environment has to itself"),
-        ("PushCubeNoted-v1", "Actor.highest is set, which one environment has to itself"),
+        pytest.param(
+            "PushCubeNoted-v1", "Actor.highest is set, which one environment has to itself", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_task_that_cannot_be_batched_says_why_and_is_stepped_one_by_one(task: str, why: str) -> None:
