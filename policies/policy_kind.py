@@ -183,7 +183,7 @@ class PolicyKind:
     and how actions are drawn from what was computed."""
     former: Mapping[str, str] = field(default_factory=dict)
     """Options of earlier versions that no saved weight depends on, and the setting that each of them is now. Saved
-    policies may name them; whoever builds a policy may not."""
+    policies may name them. A new policy that names one is refused."""
     trainable: bool = True
     """False if its policies have no weights: they can be evaluated and recorded, not trained."""
     pretrained: bool = False

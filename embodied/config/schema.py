@@ -702,14 +702,14 @@ def event_of(text: str) -> Event:
     return Event(axis, 0, step, what)
 
 
-WAITS = ("0",)
-"""The value of eval.delay for evaluations without a delay."""
+NO_DELAY = ("0",)
+"""The value of `eval.delay` with which an evaluation has no delay, not that of the training either."""
 
 
 def _delays(entries: tuple[str, ...]) -> tuple[str, ...]:
     found = tuple(map(_delay, entries))
     for entry in found:
-        if delay_of(entry)[-1][0] < 1 and found != WAITS:
+        if delay_of(entry)[-1][0] < 1 and found != NO_DELAY:
             raise ValueError(
                 f"the delay {entry} has no env steps: beside other delays, trials without one are always run"
             )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from embodied.config.schema import WAITS, Config, DelayMethod, levels_of
+from embodied.config.schema import NO_DELAY, Config, DelayMethod, levels_of
 from embodied.errors import UserError, nearest
 from embodied.rollout.executed_chunks import Delayed
 from sim_farm.catalogue import foreign_suite, problem_file, success_ends, suites_of, task_files, task_names
@@ -226,7 +226,7 @@ class Protocol:
 
     @property
     def every_delay(self) -> tuple[Delayed | None, ...]:
-        """The delays of all trials; None: of those that have none."""
+        """Each delay that some trials have; None stands for trials that have none."""
         return tuple(map(_late, (self.trained_delay, *self.delays)))
 
     def condition(self, task: str, trial: int) -> Perturbation | Delayed | None:
@@ -519,11 +519,11 @@ def _delays(config: Config) -> tuple[Delayed, ...]:
     for."""
     settings = config.eval
     whole = settings.protocol == LATENCY
-    if whole and settings.delay == WAITS:
+    if whole and settings.delay == NO_DELAY:
         raise UserError(
             f"eval.delay is 0, and the protocol {LATENCY} repeats trials under delays: leave one of them out"
         )
-    if not whole and settings.delay in ((), WAITS):
+    if not whole and settings.delay in ((), NO_DELAY):
         if settings.delay_method:
             raise UserError(
                 f"eval.delay_method is {' '.join(settings.delay_method)}, and no delay is asked for: set eval.delay to "
@@ -548,7 +548,8 @@ def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
     from embodied.rollout.evaluator import methods_of, predicted_by  # imports torch
 
     policy, predicted, settings = config.policy, predicted_by(config), config.eval
-    setting = "eval.delay" if settings.delay or settings.protocol == LATENCY else "env.delay"
+    named = bool(settings.delay) or settings.protocol == LATENCY
+    setting, further = ("eval.delay", "") if named else ("env.delay", " (of a trained policy, eval.delay)")
     possible, room = methods_of(policy.kind, policy.architecture), min(policy.chunk, predicted // 2)
     for one in delays:
         if one.method not in possible:
@@ -558,7 +559,7 @@ def _fitted(delays: tuple[Delayed, ...], config: Config) -> tuple[Delayed, ...]:
                 f"numbers. Set eval.delay_method to {' '.join(possible)}"
             )
         if one.most > room:
-            most = f"Set {setting} to at most {room}" if room else f"Set {setting} to 0"
+            most = f"Set {setting} to {f'at most {room}' if room else 0}{further}"
             raise UserError(
                 f"a delay of {one.most} env steps is beyond the chunk: a decision of {policy.kind} predicts "
                 f"{predicted} actions, and policy.chunk is {policy.chunk}. The first {one.most} actions are past when "

@@ -59,7 +59,7 @@ class CardMemory:
 
     @property
     def lasting(self) -> int:
-        """What is there all the time."""
+        """Bytes that are taken all the time: weights, gradients, moments, average and reference."""
         return self.frozen + self.trained + self.gradients + self.moments + self.average + self.reference
 
     @property

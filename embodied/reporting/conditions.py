@@ -12,6 +12,7 @@ from typing import Any
 
 from embodied.config.schema import delay_of
 from embodied.reporting import charts
+from embodied.reporting.tables import WITHOUT_DELAY
 
 LONGEST_NAME = 40
 MOST_CONDITIONS = 1000
@@ -43,7 +44,7 @@ class ConditionResult:
     def name(self) -> str:
         """The condition for people."""
         if self.delay:
-            return f"{self.curve}, {_steps(self.level)}" if self.level else "no delay (wait)"
+            return f"{self.curve}, {_steps(self.level)}" if self.level else WITHOUT_DELAY
         if self.level == 0 and self.difference is None:
             return "unperturbed"
         return f"{self.curve}, level {self.level}"

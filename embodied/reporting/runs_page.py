@@ -22,6 +22,7 @@ from embodied.reporting.conditions import in_curves
 from embodied.reporting.live import duration
 from embodied.reporting.report import setting_text, write_page
 from embodied.reporting.run_record import RETURN, SUCCESS, Measure, ReportError, RunFolder, flat, read_run
+from embodied.reporting.tables import WITHOUT_DELAY
 from embodied.run.continued import LEARNING
 from embodied.statistics import mean_interval, seeds_interval
 
@@ -371,7 +372,7 @@ def _perturbed(groups: Sequence[Alike]) -> str:
     where no run's evaluation has them."""
     found = [group.perturbed() for group in groups]
     delay = any(one.delay for group in groups for run in group.runs for one in run.conditions)
-    without = "no delay (wait)" if delay else "unperturbed"
+    without = WITHOUT_DELAY if delay else "unperturbed"
     keys = list(dict.fromkeys(key for one in found for key in one))
     if not keys:
         return ""

@@ -9,6 +9,8 @@ _SUCCESS = ("success once %", "95% interval", "at end %", "95% interval")
 _COUNTS = ("trained on", "episodes", "length")
 WAIT = "wait"
 """Name of the condition in which the simulator waits for the policy."""
+WITHOUT_DELAY = "no delay (wait)"
+"""That condition in tables and charts."""
 
 
 def evaluation_table(result: Mapping[str, Any]) -> str:
@@ -100,7 +102,7 @@ def _conditions(conditions: Sequence[Mapping[str, Any]]) -> list[str]:
 def _named(row: Mapping[str, Any]) -> str:
     """`camera 3`, `objects 5 from step 20`."""
     if row["axis"] == WAIT:
-        return "no delay (wait)"
+        return WITHOUT_DELAY
     return f"{row['axis']} {row['level']}" + (f" from step {row['from_step']}" if row["from_step"] else "")
 
 

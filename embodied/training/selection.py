@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from embodied.config.schema import WAITS, Config
+from embodied.config.schema import NO_DELAY, Config
 from embodied.devices import CPU
 from embodied.errors import UserError
 from embodied.evaluation.evaluate import Subject, evaluate, evaluation_folder
@@ -47,7 +47,7 @@ def selection_protocol(config: Config) -> Protocol:
     """The run's protocol with the episodes that checkpoints are chosen by: all begin from seeds that only these
     evaluations draw, also where the evaluation at the end begins from recorded states. Raises `UserError`."""
     settings: dict[str, Any] = {"episodes": None, "init_states": None}
-    if config.eval.delay != WAITS:  # the delay of the training, whichever the evaluation at the end has
+    if config.eval.delay != NO_DELAY:  # the delay of the training, whichever the evaluation at the end has
         settings |= {"delay": (), "delay_method": ()}
         settings |= {"protocol": None} if config.eval.protocol == LATENCY else {}
     evaluation = config.eval.model_copy(update=settings)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 import policies
 from policies import Action, Evaluation, Inputs, Policy, PolicySpec
+from policies.action_range import ActionRange
 from policies.capabilities import (
     GathersInGroups,
     Imitates,
@@ -386,14 +387,18 @@ def law_imitation_brings_the_mode_to_the_demonstrations(
     few = inputs.rows(torch.arange(4))
     actions, counted = demonstrations(policy, 4)
     executed = actions[:, earlier_actions(policy) :][:, : policy.spec.chunk]
-    scale = _range(policy.spec)[1]
-    before = float(((policy.act(few, None).chunk - executed) / scale).abs().mean())
+    scaled = ActionRange(policy.spec).to_network
+
+    def distance() -> float:
+        return float((scaled(policy.act(few, None).chunk) - scaled(executed)).abs().mean())
+
+    before = distance()
     optimizer = torch.optim.Adam(actor_parameters(policy), lr=lr)
     for step in range(steps):
         optimizer.zero_grad()
         _imitate(policy, few, actions, counted, random_noise(policy, 4, step)).mean().backward()
         optimizer.step()
-    after = float(((policy.act(few, None).chunk - executed) / scale).abs().mean())
+    after = distance()
     assert after < tolerance, f"the mode was {before:.3f} from the demonstrations, after {steps} steps {after:.3f}"
 
 
@@ -460,24 +465,12 @@ IMITATION_LAWS: list[Callable[..., None]] = [
 """Laws of policies that can learn from demonstrations."""
 
 
-def _range(spec: PolicySpec) -> tuple[Tensor, Tensor]:
-    """Centre and half width of the range of actions, [A] each. A spec without a range has -1 to 1."""
-    if not spec.action_low:
-        return torch.zeros(spec.action_dim), torch.ones(spec.action_dim)
-    low, high = torch.tensor(spec.action_low), torch.tensor(spec.action_high)
-    return (high + low) / 2, (high - low) / 2
-
-
 def demonstrations(policy: Policy, rows: int) -> tuple[Tensor, Tensor]:
     """Actions [rows, E + P, A] that every policy can take, and that all of them count."""
     spec = policy.spec
     shape, choices = (rows, earlier_actions(policy) + spec.predicted, spec.action_dim), spec.discrete_actions
     actions = torch.rand(shape, generator=torch.Generator().manual_seed(8))
-    if choices:
-        actions = (choices * actions).floor()
-    else:
-        centre, scale = _range(spec)
-        actions = centre + scale * (actions * 0.9 - 0.45)
+    actions = (choices * actions).floor() if choices else ActionRange(spec).to_environment(actions * 0.9 - 0.45)
     return actions, torch.ones(shape[:2], dtype=torch.bool)
 
 

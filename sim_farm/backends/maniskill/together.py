@@ -147,8 +147,8 @@ def _equal_records(values: Sequence[Any]) -> bool:
 
 
 class Each:
-    """The same object of every environment, which is only read: what a method changes, it would change for environments
-    that are not stepped, too, and twice while results are compared."""
+    """The same object of every environment, which is only read. A method that changes something would change it in
+    environments that are not stepped as well, and would do so twice in the env steps that are computed both ways."""
 
     gpu_sim_enabled = False
 
@@ -174,7 +174,7 @@ def _name_of(each: Each, name: str) -> str:
 
 
 class _Known(Each):
-    """Of ManiSkill, whose methods of some names are known to change nothing."""
+    """The same object of ManiSkill in every environment: methods whose names begin with `READING` change nothing."""
 
     def _calls(self, name: str, methods: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
         joining = self._joining
@@ -285,7 +285,8 @@ class _Code:
         return vars(self)[name]
 
     def joined(self, name: str) -> Any:
-        """What the environments have of that name. What is equal in all is a copy, as it may be changed in place."""
+        """The attribute of that name, joined over the environments. What is equal in all is copied, since an env step
+        may change it in place."""
         members = vars(self)["_members"]
         # A controller's vectors are of its joints, and it may have one joint.
         vectors = isinstance(members[0], BaseEnv)

@@ -322,7 +322,7 @@ NAIVE = {"protocol": "latency", "delay_method": "naive"}
         ({"eval": {"delay": [0, 2]}}, "beside other delays, trials without one are always run"),
         ({"eval": {"delay": 0, "delay_method": "naive"}}, "no delay is asked for: set eval.delay"),
         ({"eval": {"delay": 0, "protocol": "latency"}}, "eval.delay is 0, and the protocol latency"),
-        ({"env": {"delay": 9}}, "9 env steps is beyond the chunk.*Set eval.delay to at most 8"),
+        ({"env": {"delay": 9}}, r"9 env steps is beyond the chunk.*Set env.delay to at most 8 \(of a trained"),
         ({"eval": {"delay": ["2", "2:5"]}}, "a delay is named twice in 2 2:5"),
     ],
 )  # fmt: skip

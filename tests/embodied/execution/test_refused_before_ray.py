@@ -1,5 +1,6 @@
-"""What only a simulator knows of a task is refused before an environment of a farm is built, by every command: where
-the simulator is quick, in the command's process before Ray is started, else in a process of the session, meanwhile."""
+"""Mistakes that only a simulator can name are refused by every command before it builds an environment of a farm. A
+quick simulator is asked in the command's process, before Ray is started; another one in a process of the session, while
+Ray is started."""
 
 from __future__ import annotations
 
@@ -81,6 +82,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     numbers: list[int] = []
     monkeypatch.setattr(RayCluster, "start_ray", start_ray)
+    # A start of Ray takes seconds, for each of these mistakes; tests/embodied/runtime/test_leaks.py really starts it.
     monkeypatch.setattr(RayRuntime, "prepare", lambda self, workers: numbers.append(workers))
     monkeypatch.chdir(tmp_path)
     stranger.write(tmp_path / "packages")

@@ -233,7 +233,7 @@ def test_whole_episodes_have_all_of_their_env_steps() -> None:
 def test_an_evaluation_under_the_runs_delay_executes_what_training_does(
     delay: str, interval: int, tmp_path: Path
 ) -> None:
-    """Of a policy whose actions tell by which decision they were taken."""
+    """Executed actions name the decision that they are of: the policy is a clock (`clock_policy.py`)."""
 
     def clock(chunk: int) -> Clock:
         return Clock(PolicySpec(action_dim=3, chunk=chunk, state_dim=16))
